@@ -136,20 +136,17 @@ def _steps(bench: Bench, pairs: int, ratio: Callable[..., PairedRatio]) -> dict[
 
 
 def _bytes_per_token(bench: Bench) -> dict[str, float]:
-    """Weigh all layers: the trace on the host, routes on the device until backward, notes there in a forward."""
+    """Weigh all layers: the trace on the host, routes on the device until backward."""
     trace, device = bench.trace, torch.device("cpu")
     policy = Policy("error", "native", "native", telemetry=False)
     rows = TraceOnDevice(trace, device).gather(torch.arange(trace.num_rows), policy)
     queued = [rows.ids_LRK, rows.real_R, rows.counted_R]
-    current = Pass(bench.routed.routers, trace.num_rows, rows.ids_LRK.dtype, device, rows, RecordOptions(scores=True))
-    assert current.scores is not None
+    current = Pass(bench.routed.routers, trace.num_rows, rows.ids_LRK.dtype, device, rows, RecordOptions(native=True))
     queued += [current.native_LRK, *(each for layer in current.parts() for each in (layer.ids_RK, layer.absent_R1))]
-    notes = list(current.scores)
     host = [trace.expert_ids_NLK, trace.valid_N, trace.token_ids_N, trace.weight_versions_N]
     parts = {
         "host": sum(array.nbytes for array in host),
         "device": sum(tensor.nbytes for tensor in queued),
-        "device_telemetry": sum(tensor.nbytes for tensor in notes),
     }
     figures = {f"bytes_per_token_{name}": round(size / trace.num_rows, 2) for name, size in parts.items()}
     return {"bytes_per_token": round(sum(figures.values()), 2), **figures}

@@ -50,7 +50,7 @@ def check_values_of_the_wrong_kind_are_refused_by_name_and_leave_no_trace(framew
     assert {path: set(vars(module)) for path, module in on.model.named_modules()} == before
     with on.routed.replay(trace, telemetry=np.True_) as session:
         on.run(BATCH)
-    assert session.agreement().routing.rows == trace.num_rows
+    assert session.agreement().rows == trace.num_rows
 
 
 def check_what_is_replayed_is_a_trace_of_this_model(framework):

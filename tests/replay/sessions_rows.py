@@ -143,7 +143,7 @@ def check_padding_is_spread_over_experts_and_real_rows_go_where_they_went(framew
             with on.given() as given, on.routed.replay(trace, padding=padding, telemetry=True) as session:
                 losses[padding] = on.loss(BATCH)
             require_followed(given, trace, BATCH)
-            counts[padding] = session.agreement().routing.shared_L, session.expert_counts_LE()
+            counts[padding] = session.agreement().shared_L, session.expert_counts_LE()
             assert torch.equal(session.loss_mask_BT, BATCH.real_BT)
             assert counts[padding][1].sum() == trace.num_rows * trace.spec.picks_L.sum()
             loads = [each.map_BTE[~real].sum(0)[: trace.spec.sizes_L[each.column][0]] for each in given]

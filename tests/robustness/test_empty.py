@@ -145,7 +145,7 @@ def forward_of(open_session):
 def replayed(_):
     none = fr.RoutingTrace.unrouted(tiny()[1].spec, [])
     found = forward_of(lambda routed: routed.replay(none, telemetry=True)).agreement()
-    assert (found + found).routing.rows == 0
+    assert (found + found).rows == 0
     recorded = forward_of(lambda routed: routed.record(margins=True))
     assert (recorded.trace().num_rows, recorded.margins_NL().shape) == (0, (0, 3))
 

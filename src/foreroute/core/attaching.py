@@ -14,6 +14,7 @@ from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 
 from . import recompute
@@ -24,10 +25,12 @@ from .hooks import SelectingRouter, is_hooked, overridden
 from .output_check import holds_ids, tensors_of
 from .probe import Probe, first_tensor
 from .routed import Routed
-from .selection import SQUASHING
 from .trunk import TrunkHooks
 from .untouched import untouched
 
+SQUASHING = frozenset(
+    {torch.softmax, Tensor.softmax, functional.softmax, torch.sigmoid, Tensor.sigmoid, functional.sigmoid}
+)
 NO_CACHES = (Tensor, tuple, list, dict, str, int, float, type(None))
 """What a model returns beside its cache: losses, states of layers, names."""
 

@@ -10,16 +10,16 @@ memory, seen in part and not written to, so that every position before is that o
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from itertools import starmap
 from typing import Any
-from weakref import ref
 
 import torch
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from .errors import ReplayError
+from .output_check import times_written
 
 CACHES = ("cache", "past_key_values")
 """What models call the argument that holds their cache: transformers from 5.24 on, and before."""
@@ -114,32 +114,6 @@ class _View:
 def _memory_of(tensor: Tensor) -> tuple[Any, ...]:
     # the address of a storage is not used again while a weak reference to it lives
     return StorageWeakRef(tensor.untyped_storage()), tensor.stride(), tensor.dtype, times_written(tensor)
-
-
-def times_written(tensor: Tensor) -> int:
-    """Count the writes to the memory of a tensor; 0 in inference mode, where nobody counts."""
-    return 0 if tensor.is_inference() else tensor._version
-
-
-class TensorIds:
-    """Weak references to tensors and their version counters; keeps none alive.
-
-    Collectives of torch.distributed write without counting. Who may be given a buffer that one fills compares values.
-    """
-
-    def __init__(self, tensors: Iterable[Tensor]) -> None:
-        self._ids = [(ref(tensor), times_written(tensor)) for tensor in tensors]
-
-    def has(self, tensor: Tensor) -> bool:
-        """Whether this is one of them, and unwritten."""
-        return any(known() is tensor and times_written(tensor) == times for known, times in self._ids)
-
-    def fit(self, tensors: Sequence[Tensor]) -> bool:
-        """Whether these are they, and unwritten; in inference mode, where nobody counts, whether these are they."""
-        return len(tensors) == len(self._ids) and all(
-            known() is tensor and times_written(tensor) == times
-            for tensor, (known, times) in zip(tensors, self._ids, strict=True)
-        )
 
 
 def _is_count(tensor: Tensor) -> bool:

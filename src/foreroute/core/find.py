@@ -161,8 +161,8 @@ def find_by(
                 f"each of {num_rows} tokens"
             )
         router.num_experts, router.top_k = final.scores_RE.shape[-1], final.ids_RK.shape[-1]
-        router.final, router.by_probability = len(watched.seen[router]) - 1, final.by_probability
-        router.by_softmax = final.by_probability and _adds_up_to_1(final)
+        router.final = len(watched.seen[router]) - 1
+        router.by_softmax = _adds_up_to_1(final)
     return FoundRouters(*_trunk_of(watched.given_tokens, routers, probe.tokens), routers)
 
 

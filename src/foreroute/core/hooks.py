@@ -124,12 +124,9 @@ class RouterHook(SelectionHook):
         super().__init__(path, selecting)
         self.num_experts = num_experts
         self.top_k = top_k
-        self.by_probability = False  # whether it selects by probabilities, and not by logits
-        self.by_softmax = False  # whether these are of a softmax over all experts
-        self.num_skip_classes = 0  # as of `SelectionRule`
+        self.by_softmax = False  # whether it selects by a softmax over all experts
         self.returns_ids = True  # whether what it returns tells its ids, which that of a block may not
-        # reads ids [R, K] in ascending order from what it returns, where they are not there as they are
-        self.read_back: Callable[[Any], Tensor] | None = None
+        self.rule = SelectionRule()  # how it selects
 
 
 class SelectingRouter(RouterHook):
@@ -140,7 +137,6 @@ class SelectingRouter(RouterHook):
         self.module = module
         self.rule = rule
         self.final = 0  # which top-k of its forward is its selection
-        self.read_back, self.num_skip_classes = rule.read_back, rule.num_skip_classes
 
     def select(self, now: LayerPass, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Force its final top-k. Raises `ReplayError` when it makes another number of them, or for other rows."""
@@ -152,8 +148,8 @@ class SelectingRouter(RouterHook):
                 f"router {self.path} made {len(mode.seen)} top-k selections, but {self.final + 1} when it was "
                 "attached; its forward takes another path now. Attach again"
             )
-        if now.scores_into is not None or now.deficit_into is not None:
-            now.keep_scores(mode.seen[-1])
+        if now.margin_into is not None or now.deficit_into is not None:
+            now.keep_distances(mode.seen[-1])
         return result
 
 

@@ -7,14 +7,14 @@ on their device, which is not waited for.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any
+from weakref import ref
 
 import torch
 from torch import Tensor, nn
 
-from .caches import TensorIds
 from .deferred_checks import DeferredChecks, raise_where
 from .recompute import run_unnumbered
 from .selection import LayerPass
@@ -125,7 +125,7 @@ def _ran(now: LayerPass) -> Tensor:
 
 def ids_or_obeyed(output: Any, router: RouterHook, ids_RK: Tensor) -> Tensor:
     """Give the ids [R, K] that a router returned, untouched; else bool [R] as `holds_ids`, for rows with a route."""
-    listed = [] if router.num_skip_classes else _listed_ids(output, router, ids_RK)
+    listed = [] if router.rule.num_skip_classes else _listed_ids(output, router, ids_RK)
     if len(listed) == 1 and listed[0].shape == ids_RK.shape and listed[0].device == ids_RK.device:
         return listed[0]  # compared at the end of the pass, for all layers at once
     return run_unnumbered(partial(holds_ids, output, router, may_drop=True), ids_RK.long().clamp_min(0))
@@ -137,11 +137,11 @@ def holds_ids(output: Any, router: RouterHook, ids_RK: Tensor, *, may_drop: bool
     With `may_drop` a row may lack some of its experts, as over a capacity, but not all rows all. `ids_RK` is int64.
     """
     device, num_rows = ids_RK.device, len(ids_RK)
-    if router.read_back is not None:
-        return (router.read_back(output).to(device) == ids_RK.sort(-1).values).all(-1)
+    if router.rule.read_back is not None:
+        return (router.rule.read_back(output).to(device) == ids_RK.sort(-1).values).all(-1)
     found_R = torch.zeros(num_rows, dtype=torch.bool, device=device)
     if listed := _listed_ids(output, router, ids_RK):
-        is_skipped_RK = ids_RK >= router.num_experts - router.num_skip_classes  # which a router returns as any id
+        is_skipped_RK = ids_RK >= router.num_experts - router.rule.num_skip_classes  # which a router returns as any id
         for part in listed:
             found_R |= ((part.reshape(ids_RK.shape).to(device) == ids_RK) | is_skipped_RK).all(-1)
         return found_R
@@ -157,7 +157,7 @@ def holds_ids(output: Any, router: RouterHook, ids_RK: Tensor, *, may_drop: bool
 
 def _listed_ids(output: Any, router: RouterHook, ids_RK: Tensor) -> list[Tensor]:
     """Find the integers of a router's output that may be its K ids of each row."""
-    if router.read_back is not None:
+    if router.rule.read_back is not None:
         return []
     return [
         part
@@ -185,8 +185,8 @@ def _ask_of_experts(router: RouterHook, now: LayerPass, handed: Tensor, experts:
         differs_RK &= now.ids_RK >= 0
     if now.rows is not None and now.rows.real_R is not None:
         differs_RK &= now.rows.real_R.to(ran_RK.device)[:, None]
-    if router.num_skip_classes:  # which a router returns as any id
-        differs_RK &= ran_RK < router.num_experts - router.num_skip_classes
+    if router.rule.num_skip_classes:  # which a router returns as any id
+        differs_RK &= ran_RK < router.num_experts - router.rule.num_skip_classes
     wrong = differs_RK.any()
     said = (
         f"router {router.path} selected its experts, and {experts} was handed other ids: something between them swaps "
@@ -194,6 +194,32 @@ def _ask_of_experts(router: RouterHook, now: LayerPass, handed: Tensor, experts:
         "that off while a session is open"
     )
     checks.add(wrong, partial(raise_where, wrong, said))
+
+
+def times_written(tensor: Tensor) -> int:
+    """Count the writes to the memory of a tensor; 0 in inference mode, where nobody counts."""
+    return 0 if tensor.is_inference() else tensor._version
+
+
+class TensorIds:
+    """Weak references to tensors and their version counters; keeps none alive.
+
+    Collectives of torch.distributed write without counting. Who may be given a buffer that one fills compares values.
+    """
+
+    def __init__(self, tensors: Iterable[Tensor]) -> None:
+        self._ids = [(ref(tensor), times_written(tensor)) for tensor in tensors]
+
+    def has(self, tensor: Tensor) -> bool:
+        """Whether this is one of them, and unwritten."""
+        return any(known() is tensor and times_written(tensor) == times for known, times in self._ids)
+
+    def fit(self, tensors: Sequence[Tensor]) -> bool:
+        """Whether these are they, and unwritten; in inference mode, where nobody counts, whether these are they."""
+        return len(tensors) == len(self._ids) and all(
+            known() is tensor and times_written(tensor) == times
+            for tensor, (known, times) in zip(tensors, self._ids, strict=True)
+        )
 
 
 def tensors_of(output: Any) -> list[Tensor]:

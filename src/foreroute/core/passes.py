@@ -27,7 +27,7 @@ import torch
 from torch import Tensor
 
 from .errors import ReplayError
-from .selection import LayerPass, Scores
+from .selection import LayerPass
 
 if TYPE_CHECKING:
     from .hooks import RouterHook
@@ -54,7 +54,7 @@ class RecordOptions(NamedTuple):
 
     routes: bool = False  # it is given those to force
     native: bool = False  # of rows that are replayed too
-    scores: bool = False  # of the native picks, and the best score that was left out; those are kept then
+    margins: bool = False  # see `Pass.margin_LR`; native picks are kept then
     deficits: bool = False  # see `Pass.deficit_LR`; takes `native` too
     outputs: bool = False  # which experts routers returned under replay; in eager mode alone
     others: bool = False  # what other modules that select returned; in eager mode alone
@@ -65,6 +65,8 @@ class Pass:
     """One forward over one batch, and what it keeps.
 
     Attributes:
+        margin_LR: float32 [L, R] on the device, the K-th minus the (K+1)-th selection score of a router, in its own
+            scale; 0 where it picks all experts, and None where it was not asked for.
         deficit_LR: float32 [L, R] on the device, the least selection score of the native picks less the least of the
             executed ones, of a softmax in logits; 0 where they are the same, and None where it was not asked for. A row
             whose native picks are others in a replayed pass is a root: all before it is the engine's, and the router
@@ -92,7 +94,7 @@ class Pass:
         self.options = options
         # what routers picked; -1 where they have not selected, or have fewer picks, or nobody asks them
         self.native_LRK = torch.full(shape, -1, dtype=id_dtype, device=device)
-        self.scores = _room_for_scores(routers, shape, device) if options.scores else None
+        self.margin_LR = torch.zeros(shape[:2], device=device) if options.margins else None
         self.deficit_LR = torch.zeros(shape[:2], device=device) if options.deficits else None
         # how often each router, and behind them each other module, has selected: outside of graphs, and inside
         self.calls = [0] * (num_layers + num_others)
@@ -123,6 +125,12 @@ class Pass:
         has_route_LR = self.rows.ids_LRK[..., 0] >= 0
         return has_route_LR if self.rows.real_R is None else has_route_LR & self.rows.real_R
 
+    @property
+    def roots_LR(self) -> Tensor:
+        """Bool [L, R], those of `replayed_LR` in which the router would pick another set."""
+        assert self.rows is not None
+        return ~is_in(self.native_LRK, self.rows.ids_LRK).all(-1) & self.replayed_LR
+
     def parts(self, *, is_recompute: bool = False) -> list[Any]:
         """Give what each router does, and then each other module, in the forward or in a recomputation of it."""
         if is_recompute not in self._parts:
@@ -137,31 +145,30 @@ class Pass:
         # The forward finds that nothing was picked before.
         nothing_RK = self.native_LRK.new_full(self.native_LRK.shape[1:], -1)
         nothing: Sequence[Any] = [None] * num_layers
-        forced, absent, scores, deficits = nothing, nothing, nothing, nothing
+        forced, absent, deficits = nothing, nothing, nothing
+        margins = nothing if self.margin_LR is None else self.margin_LR.unbind()
         if rows is not None:
             ids_LRK = rows.ids_LRK.long()
             # a row that has none all the same must not index anything until a check has told of it
             forced = (ids_LRK.clamp(min=0) if rows.is_complete else ids_LRK).unbind()
             absent = (rows.ids_LRK[..., :1] < 0).unbind()
             deficits = deficits if self.deficit_LR is None else self.deficit_LR.unbind()
-        if self.scores is not None:
-            scores = list(zip(self.scores.picked.unbind(), self.scores.next.unbind(), strict=True))
         parts: list[LayerPass] = []
         calls = self.calls_L[:num_layers].split(1)
-        of_layers = zip(self._routers, calls, self.native_LRK.unbind(), forced, absent, scores, deficits, strict=True)
-        for layer, (router, calls_1, into_RK, ids_RK, absent_R1, scores_into, deficit_into) in enumerate(of_layers):
+        of_layers = zip(self._routers, calls, self.native_LRK.unbind(), forced, absent, margins, deficits, strict=True)
+        for layer, (router, calls_1, into_RK, ids_RK, absent_R1, margin_into, deficit_into) in enumerate(of_layers):
             what = LayerPass(
                 path=router.path,
                 layer=layer,
                 is_recompute=False,
-                asks=self.options.native or self.options.scores or rows is None or not rows.is_complete,
+                asks=self.options.native or self.options.margins or rows is None or not rows.is_complete,
                 calls_1=calls_1,
                 rows=rows,
                 into_RK=into_RK,
                 before_RK=nothing_RK,
                 ids_RK=ids_RK,
                 absent_R1=absent_R1,
-                scores_into=scores_into,
+                margin_into=margin_into,
                 deficit_into=deficit_into,
                 by_softmax=router.by_softmax,
             )
@@ -181,18 +188,6 @@ class Pass:
             )
             for part in self.parts()[: len(self._routers)]
         ]
-
-
-def _room_for_scores(routers: Sequence[RouterHook], shape: tuple[int, int, int], device: torch.device) -> Scores:
-    picked_LRK = torch.empty(shape, device=device)
-    if any(router.top_k < shape[-1] for router in routers):
-        picked_LRK.fill_(torch.inf)  # behind the picks of a router, where none is the least
-    # filled there, as a list of the host would be copied to the device
-    by_probability_L = torch.full(shape[:1], routers[0].by_probability, device=device)
-    for layer, router in enumerate(routers):
-        if router.by_probability != routers[0].by_probability:
-            by_probability_L[layer].fill_(router.by_probability)
-    return Scores(picked_LRK, torch.empty(shape[:2], device=device), by_probability_L)
 
 
 class ThreadGuard:
@@ -323,8 +318,7 @@ class ReplayCounts(Interceptor):
             return
         ids_LRK, replayed_LR = current.rows.ids_LRK, current.replayed_LR
         differs_LR = ~_obeyed(current.outputs, ids_LRK) & replayed_LR
-        native_differs_LR = ~is_in(current.native_LRK, ids_LRK).all(-1) & replayed_LR
-        of_layers = zip(self.NAMES[2:], (replayed_LR, differs_LR, native_differs_LR), strict=True)
+        of_layers = zip(self.NAMES[2:], (replayed_LR, differs_LR, current.roots_LR), strict=True)
         add_to(self.layers.setdefault(chunk, {}), {name: each.sum(1) for name, each in of_layers})
         add_to(self._rows, {"rows": replayed_LR.any(0).sum(), "differing_rows": differs_LR.any(0).sum()})
 

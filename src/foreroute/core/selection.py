@@ -9,11 +9,10 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
-from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 
 from .errors import ReplayError
@@ -24,21 +23,6 @@ if TYPE_CHECKING:
 
 TOP_K = frozenset({torch.topk, Tensor.topk})
 FILLING = frozenset({torch.masked_fill, Tensor.masked_fill})
-SQUASHING = frozenset(
-    {torch.softmax, Tensor.softmax, functional.softmax, torch.sigmoid, Tensor.sigmoid, functional.sigmoid}
-)
-
-
-class Scores(NamedTuple):
-    """What the L routers of a pass selected by."""
-
-    picked: Tensor  # float32 [L, R, K], of their native picks, also where others are replayed
-    next: Tensor  # float32 [L, R], the best of the others; of the last pick where all experts are picked
-    by_probability: Tensor  # bool [L], whether they select by probabilities, and not by logits
-
-    def margin(self) -> Tensor:
-        """float32 [L, R], the K-th minus the (K+1)-th score, in a router's own scale; 0 where it picks all."""
-        return self.picked.amin(-1) - self.next
 
 
 @dataclass(frozen=True, eq=False)
@@ -55,8 +39,8 @@ class LayerPass:
     before_RK: Tensor  # what it picked in the forward; -1 in that itself. Never written: a graph may save it
     ids_RK: Tensor | None  # int64 [R, K], the routes to force; None without replay
     absent_R1: Tensor | None  # bool [R, 1], rows that have none
-    scores_into: tuple[Tensor, Tensor] | None  # where to keep `picked` and `next` of its scores, [R, K] and [R]
-    deficit_into: Tensor | None = None  # float32 [R], where to keep `Pass.deficit_LR`
+    margin_into: Tensor | None = None  # float32 [R], where to keep `Pass.margin_LR`
+    deficit_into: Tensor | None = None  # the same of `Pass.deficit_LR`
     by_softmax: bool = False  # whether it selects by a softmax, whose logarithms are its logits but for a constant
 
     def choose(self, native_RK: Tensor | None, device: torch.device) -> tuple[Tensor, Tensor]:
@@ -86,14 +70,8 @@ class LayerPass:
 
     def of_picks(self, at: slice) -> LayerPass:
         """Narrow it to these picks, for a router that has fewer, or makes them one after the other."""
-        ids_RK, scores = self.ids_RK, self.scores_into
-        return replace(
-            self,
-            into_RK=self.into_RK[:, at],
-            before_RK=self.before_RK[:, at],
-            ids_RK=None if ids_RK is None else ids_RK[:, at],
-            scores_into=None if scores is None else (scores[0][:, at], scores[1]),
-        )
+        ids_RK = None if self.ids_RK is None else self.ids_RK[:, at]
+        return replace(self, into_RK=self.into_RK[:, at], before_RK=self.before_RK[:, at], ids_RK=ids_RK)
 
     def keep(self, native_RK: Tensor) -> None:
         """Keep what the router picks natively, for the recomputation. Raises as `choose`."""
@@ -102,12 +80,12 @@ class LayerPass:
         if torch.compiler.is_compiling() or not self.is_recompute:
             self.into_RK.copy_(native_RK)
 
-    def keep_scores(self, selection: Selection) -> None:
-        """Keep what the router selected by, if anybody wants to know."""
+    def keep_distances(self, selection: Selection) -> None:
+        """Keep how far the picks are from others, if anybody wants to know."""
         if self.is_recompute and not torch.compiler.is_compiling():
             return
-        if self.scores_into is not None:
-            run_unnumbered(_copy_scores, self.scores_into, selection)
+        if self.margin_into is not None:
+            run_unnumbered(_copy_margin, self.margin_into, selection)
         if self.deficit_into is not None:
             run_unnumbered(_copy_deficit, self.deficit_into, selection, self.by_softmax)
 
@@ -124,12 +102,13 @@ class LayerPass:
         )
 
 
-def _copy_scores(into: tuple[Tensor, Tensor], selection: Selection) -> None:
-    picked_into, next_into = into
-    scores_RE, native_RK, picked_RK = selection.scores_RE.detach(), selection.native_RK, selection.picked_RK
-    picks_all = native_RK.shape[-1] == scores_RE.shape[-1]
-    picked_into.copy_(picked_RK)
-    next_into.copy_(picked_RK.amin(-1) if picks_all else scores_RE.scatter(-1, native_RK, -torch.inf).amax(-1))
+def _copy_margin(into: Tensor, selection: Selection) -> None:
+    scores_RE, native_RK = selection.scores_RE.detach(), selection.native_RK
+    if native_RK.shape[-1] == scores_RE.shape[-1]:
+        into.zero_()
+        return
+    others = scores_RE.scatter(-1, native_RK, -torch.inf).amax(-1)
+    into.copy_(selection.picked_RK.amin(-1).float() - others.float())
 
 
 def _copy_deficit(into: Tensor, selection: Selection, by_softmax: bool) -> None:
@@ -156,7 +135,6 @@ class Selection:
     scores: Tensor  # [..., E], what was selected by; some routers keep batch and token axes apart
     ids_RK: Tensor  # int64 [R, K], the experts that were selected, forced or not
     native_RK: Tensor  # int64 [R, K]
-    by_probability: bool = False  # whether it was made by probabilities
     picked: Tensor | None = None  # [..., K], scores of the native picks, where the selection gave them
     live: Tensor | None = None  # [..., E], the scores before experts of other groups were masked, where they were
 
@@ -177,7 +155,7 @@ class SelectionMode(TorchFunctionMode):
 
     A subclass hands its native picks to `now.keep`, or to `now.choose` and runs what that gives; calls them by
     `run_unnumbered`, and asks the router for picks only where `asks` is true; and leaves one final `Selection` in
-    `seen`, with `by_probability` where it was made by probabilities.
+    `seen`.
 
     Routers that limit the selection to groups of experts overwrite the scores of the others, and some of them take gate
     weights from the overwritten tensor. An expert replayed from outside the live groups would get weight zero and no
@@ -198,7 +176,6 @@ class SelectionMode(TorchFunctionMode):
         # asked once, as calls of Python count in each layer
         self._is_numbered = not in_graph and torch._C._len_torch_dispatch_stack() > 0
         self.seen: list[Selection] = []  # in order
-        self._squashed = False
         # pairs (masked, what it was before); the tensors are held, so that identity stays meaningful
         self._masked: list[tuple[Tensor, Tensor]] = []
 
@@ -207,7 +184,6 @@ class SelectionMode(TorchFunctionMode):
         kwargs = kwargs or {}
         if func in TOP_K:
             return self._top_k(func, args, kwargs)
-        self._squashed = self._squashed or func in SQUASHING
         if func is Tensor.unflatten and torch.compiler.is_compiling():
             func = torch.unflatten  # Dynamo cannot trace the method, which is written in Python, below a function mode
         result = func(*args, **kwargs)
@@ -232,7 +208,7 @@ class SelectionMode(TorchFunctionMode):
             ids_RK = _flat(result.indices)
             # without its scores, which the router goes on with, and some overwrite
             live = self.before_masking(scores) if self._masked else None
-            self.seen.append(Selection(scores, ids_RK, ids_RK, self._squashed, live=live))
+            self.seen.append(Selection(scores, ids_RK, ids_RK, live=live))
             if now is not None:
                 run_unnumbered(now.keep, ids_RK) if self._is_numbered else now.keep(ids_RK)
             return result
@@ -242,7 +218,7 @@ class SelectionMode(TorchFunctionMode):
         chosen = run_unnumbered(self._choose, *given) if self._is_numbered else self._choose(*given)
         ids_RK, native_RK, picked = chosen
         live = self.before_masking(scores) if self._masked else None
-        self.seen.append(Selection(scores, ids_RK, native_RK, self._squashed, picked, live))
+        self.seen.append(Selection(scores, ids_RK, native_RK, picked, live))
         ids = ids_RK if scores.ndim == 2 else ids_RK.view(*scores.shape[:-1], ids_RK.shape[-1])
         return torch.return_types.topk(((scores if live is None else live).gather(-1, ids), ids))
 

@@ -4,7 +4,6 @@ from foreroute.mismatch.attribution import K3Split, Root, RootMismatch, root_mis
 from foreroute.mismatch.defects import Explanation, explain
 from foreroute.mismatch.measures import (
     LOG10_EDGES,
-    LiveAgreement,
     RoutingMismatch,
     TokenMismatch,
     margin_histogram,
@@ -19,7 +18,6 @@ __all__ = [
     "Defect",
     "Explanation",
     "K3Split",
-    "LiveAgreement",
     "LooksLike",
     "Root",
     "RootCounts",

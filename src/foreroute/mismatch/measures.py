@@ -7,7 +7,6 @@ A margin is the gap between the last expert that is in and the first that is out
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -291,39 +290,3 @@ class RoutingMismatch:
         # sums and counts add up over batches and ranks, where means would not
         added = {name: value + vars(other)[name] for name, value in vars(self).items() if name != "picks_L"}
         return replace(self, **added)
-
-
-@dataclass(frozen=True, eq=False)
-class LiveAgreement:
-    """Sums and counts over replayed rows. Parts of a batch, micro-batches and ranks are joined with `+`.
-
-    The model's own selection is the one its routers would have made on the very hidden states of the replayed pass, so
-    that a difference in one layer does not show up again in the next unless it changes a choice there.
-
-    Attributes:
-        routing: rows, differing sets, overlap, first differing layer.
-        margins_LB: int64 [L, B], rows by their margin, as of `margin_histogram`; NaN is in no bin.
-        replaced_mass_L: float64 [L], summed over rows: the share of a router's own selection mass that lay on experts
-            which replay replaced. Mass is the score of a pick over that of all K picks; its exponential where the
-            router selects by logits.
-    """
-
-    routing: RoutingMismatch
-    margins_LB: NDArray[np.int64]
-    replaced_mass_L: NDArray[np.float64]
-
-    @classmethod
-    def from_sums(cls, sums: Mapping[str, NDArray[Any]], picks_L: NDArray[np.int64]) -> LiveAgreement:
-        """Make it of arrays named as in `LiveAgreement` and `RoutingMismatch`."""
-        counted = {name: sums[name] for name in RoutingMismatch.__dataclass_fields__ if name not in ("rows", "picks_L")}
-        routing = RoutingMismatch(rows=int(sums["rows"]), picks_L=picks_L, **counted)
-        return cls(routing, sums["margins_LB"], sums["replaced_mass_L"])
-
-    @property
-    def replaced_mass_share_L(self) -> NDArray[np.float64]:
-        """float64 [L], mean over rows of the replaced share of selection mass, per layer."""
-        return np.asarray(self.replaced_mass_L / max(self.routing.rows, 1), np.float64)
-
-    def __add__(self, other: LiveAgreement) -> LiveAgreement:
-        """Return the agreement over the rows of both."""
-        return LiveAgreement(**{name: value + vars(other)[name] for name, value in vars(self).items()})

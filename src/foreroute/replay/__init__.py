@@ -9,13 +9,12 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from foreroute.core.passes import ReplayCounts
+    from foreroute.replay.counting import RootRows, Telemetry
     from foreroute.replay.indexers import IndexerPass
     from foreroute.replay.recording import ForwardRows, RecordedPass, Recording
-    from foreroute.replay.root_rows import RootRows
     from foreroute.replay.rows import PlacedRows, Policy, ReplayRows, TraceOnDevice
     from foreroute.replay.sampling_masks import masked_logprobs, masked_logprobs_of_logits
     from foreroute.replay.session import ReplaySession, RoutedModel, Routes
-    from foreroute.replay.telemetry import Telemetry
 
 __all__ = [
     "ForwardRows",
@@ -36,12 +35,8 @@ __all__ = [
     "masked_logprobs_of_logits",
 ]
 
-_FILE_OF = {
-    "IndexerPass": ".indexers",
-    "ReplayCounts": "foreroute.core.passes",
-    "Telemetry": ".telemetry",
-    "RootRows": ".root_rows",
-}
+_FILE_OF = {"IndexerPass": ".indexers", "ReplayCounts": "foreroute.core.passes"}
+_FILE_OF |= dict.fromkeys(("RootRows", "Telemetry"), ".counting")
 _FILE_OF |= dict.fromkeys(("ForwardRows", "RecordedPass", "Recording"), ".recording")
 _FILE_OF |= dict.fromkeys(("ReplaySession", "RoutedModel", "Routes"), ".session")
 _FILE_OF |= dict.fromkeys(("masked_logprobs", "masked_logprobs_of_logits"), ".sampling_masks")

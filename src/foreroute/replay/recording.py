@@ -80,13 +80,10 @@ class Recording(Interceptor):
         """Keep what is asked for of the pass; one that failed is forgotten."""
         recorded = RecordedPass(self._begun[chunk], None)
         if current is not None:
-            values_LR = None
             if self.options.deficits:
                 ids_LRK, values_LR = current.native_LRK, current.deficit_LR
             else:
-                ids_LRK = current.executed_LRK
-                if self.options.scores and current.scores is not None:
-                    values_LR = current.scores.margin()
+                ids_LRK, values_LR = current.executed_LRK, current.margin_LR if self.options.margins else None
             choices = current.returned if self.options.others else None
             recorded = RecordedPass(self._begun[chunk], _to_trace_dtype(ids_LRK, self._spec), values_LR, choices)
         self._passes[chunk].append(recorded)
@@ -139,7 +136,7 @@ class Recording(Interceptor):
         Raises:
             ReplayError: when the session was not opened with `margins=True`.
         """
-        return self._values_NL("margins", "margins", is_kept=self.options.scores)
+        return self._values_NL("margins", "margins", is_kept=self.options.margins)
 
     def deficits_NL(self) -> NDArray[np.float32]:
         """float32 [N, L]: how far the replayed experts of each row of `trace()` are from the router's own choice.

@@ -47,9 +47,9 @@ from foreroute.replay.rows import Counts, MissingRows, PaddingRows, Policy, Repl
 from foreroute.trace import NO_VERSION, IndexerSpec, RoutingSpec
 
 if TYPE_CHECKING:
-    from foreroute.mismatch import LiveAgreement
+    from foreroute.mismatch import RoutingMismatch
+    from foreroute.replay.counting import Telemetry
     from foreroute.replay.recording import ForwardRows, RecordedPass, Recording
-    from foreroute.replay.telemetry import Telemetry
 
 
 class RoutedModel(HookedModel, ABC):
@@ -147,7 +147,7 @@ class RoutedModel(HookedModel, ABC):
             raise ConfigError(
                 "indexers is True, and this model has no sparse-attention indexer that can be recorded; leave it out"
             )
-        asked = {"scores": margins, "native": native, "deficits": native, "others": indexers}
+        asked = {"margins": margins, "native": native, "deficits": native, "others": indexers}
         options = RecordOptions(caches=True, **{name: bool(switch) for name, switch in asked.items()})
         recording = Recording(self.spec, len(self.chunks), self.rows_of, stamped, self._provenance, options)
         with self.listening(recording):
@@ -222,7 +222,7 @@ class RoutedModel(HookedModel, ABC):
     def _telemetry_of(self, policy: Policy) -> Telemetry | None:
         if not policy.telemetry:
             return None
-        from foreroute.replay.telemetry import Telemetry
+        from foreroute.replay.counting import Telemetry
 
         return Telemetry(self.chunk_specs)
 
@@ -252,12 +252,13 @@ class WithTelemetry:
 
     telemetry: Telemetry | None
 
-    def agreement(self, chunk: int = 0) -> LiveAgreement:
+    def agreement(self, chunk: int = 0) -> RoutingMismatch:
         """The model's own selections beside the replayed ones, over all forwards of one chunk so far.
 
-        They are what routers would have picked. What they did pick has a recording that is opened inside of the replay.
-        Waits for the device, once. Rows and layers are those of this rank; join ranks that share rows with `+`.
-        Recomputation in backward is not counted again.
+        They are what routers would have picked on the very hidden states of the replayed pass, so that a difference in
+        one layer does not show up again in the next unless it changes a choice there. What they did pick has a
+        recording that is opened inside of the replay. Waits for the device, once. Rows and layers are those of this
+        rank; join ranks that share rows with `+`. Recomputation in backward is not counted again.
 
         Raises:
             ReplayError: without `telemetry=True`, or before the first forward.

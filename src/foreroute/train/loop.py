@@ -268,7 +268,7 @@ class Trainer:
                     seen.append(torch.stack([*map(Tensor.double, of_tokens)]).cpu().numpy())
                     parts.append(loss.detach().double())  # stays on the device until the mini-batch ends
                     if routes is not None and watch_routes:
-                        live = session.agreement().routing
+                        live = session.agreement()
                         agreement_M2[mini_batch.after] += live.differing_L.sum(), live.rows * len(live.differing_L)
                 # one read of the device for all of them
                 losses.append(float(ranks.sum([float(sum(parts))])[0]) / max(divisor, 1))

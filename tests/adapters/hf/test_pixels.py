@@ -186,7 +186,7 @@ def test_a_sampled_rollout_with_images_is_replayed_in_micro_batches():
         part["mm_token_type_ids"] = (ids[chosen] == IMAGE).int()
         with routed.replay(rollout.select(chosen), telemetry=True) as session:
             outputs(model, part)
-        assert session.agreement().routing.differing_share < 0.01
+        assert session.agreement().differing_share < 0.01
     part["pixel_values"] = part["pixel_values"].flip(0)
     refuse("another image", routed, rollout.select([0]), part)
 

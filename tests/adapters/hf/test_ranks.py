@@ -86,7 +86,7 @@ def train_on_rank(rank, parallel, kind, attach_first):
 
 
 def outcome(loss, grads, session):
-    shared_L, counts_LE = session.agreement().routing.shared_L, session.expert_counts_LE()
+    shared_L, counts_LE = session.agreement().shared_L, session.expert_counts_LE()
     return loss.detach(), grads, torch.from_numpy(shared_L), torch.from_numpy(counts_LE)
 
 

@@ -106,7 +106,7 @@ def test_a_plan_knows_the_rows_that_are_spread():
         with routed.execute(made, counts_MLGE, shards) as execution:
             step(at.chunks, carrying(at.batches, shards), forward)
         assert (rows_off_plan(routed, execution, counts_MLGE) == 0) == is_known, (missing, padding)
-        assert forward.agreement().routing.rows == sum(int(trace.valid_N.sum()) for trace in at.traces)
+        assert forward.agreement().rows == sum(int(trace.valid_N.sum()) for trace in at.traces)
     assert (routed.home_LE != routed.block_home_LE).any()
 
 

@@ -125,11 +125,11 @@ def test_a_wrapped_step_adds_up_telemetry():
     refuses(ReplayError, "no telemetry", run.agreement)
     for routes in (own, None, own):
         run(iter([{"ids": BATCH, "routes": routes}]), on.model)
-    assert run.agreement().routing.rows == 2 * ROWS
-    assert not run.agreement().routing.differing_L.any()
+    assert run.agreement().rows == 2 * ROWS
+    assert not run.agreement().differing_L.any()
     run(iter([{"ids": BATCH, "routes": other}]), on.model)
-    assert run.agreement().routing.rows == 3 * ROWS
-    assert run.agreement().routing.differing_L.min() > 0
+    assert run.agreement().rows == 3 * ROWS
+    assert run.agreement().differing_L.min() > 0
     assert run.expert_counts_LE().sum() == 3 * ROWS * own.spec.num_layers * own.spec.top_k
 
 

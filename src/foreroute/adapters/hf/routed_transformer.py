@@ -29,7 +29,6 @@ from foreroute.adapters.hf.trace_rows import TraceRows
 from foreroute.adapters.planned_model import PlannedModel
 from foreroute.core.hooks import SelectingRouter, SelectionHook, overridden
 from foreroute.core.passes import Pass, Rows
-from foreroute.core.selection import Scores
 from foreroute.core.trunk import TrunkHooks
 from foreroute.core.untouched import reshard
 from foreroute.errors import AttachError, BatchMismatchError, LayoutError, ReplayError
@@ -314,8 +313,7 @@ class TransformerHooks(TrunkHooks):
         with self.passes.running(current):
             result = forward(*args, **kwargs)
         self.executed = current.executed_LRK if self._counts_executed else None
-        kept = [current.native_LRK, *([] if current.deficit_LR is None else [current.deficit_LR])]
-        kept += current.scores or ()
+        kept = [each for each in (current.native_LRK, current.margin_LR, current.deficit_LR) if each is not None]
         graph_ops.end_pass(self._name_in_graphs, self._ledger, current.calls_L, kept)
         return result
 
@@ -340,9 +338,10 @@ class TransformerHooks(TrunkHooks):
         self.require_each_once(current)
         # a CUDA graph writes what is kept of the next pass to the same addresses
         current.native_LRK, *kept = (tensor.clone() for tensor in kept)
+        if current.margin_LR is not None:
+            current.margin_LR, *kept = kept
         if current.deficit_LR is not None:
-            current.deficit_LR, *kept = kept
-        current.scores = Scores(*kept) if kept else None
+            [current.deficit_LR] = kept
         for each in list(self.interceptors):
             each.end_pass(self.chunk, batch, current)
 

@@ -105,7 +105,6 @@ class TopKRouterHook(RouterHook):
         # where groups are limited, two selections of groups come before that of experts
         self._final = 2 if router.config.moe_router_group_topk else 0
         self.by_softmax = router.score_function == "softmax" and router.config.moe_router_pre_softmax
-        self.by_probability = router.score_function != "softmax" or self.by_softmax
         self._seen: list[Selection] = []
 
     def select(
@@ -161,8 +160,8 @@ class TopKRouterHook(RouterHook):
         with SelectionMode(self._final, now) as mode:
             selected = default_compute_topk(scores, topk, num_groups, group_topk)
         for seen in mode.seen[self._final :]:
-            if now.scores_into is not None or now.deficit_into is not None:
-                now.keep_scores(seen)
+            if now.margin_into is not None or now.deficit_into is not None:
+                now.keep_distances(seen)
             self._seen.append(seen)
         return selected
 
