@@ -98,7 +98,7 @@ def _row(run: Run) -> SummaryRow:
         steps=len(run.steps),
         reward_first=_reward(run.steps[:WINDOW]),
         reward_last=_reward(run.steps[-WINDOW:]),
-        paired_steps=len(run.paired_steps()),
+        paired_steps=run.num_paired,
         k3=_by_side(run, "k3"),
         f2=_by_side(run, "f2"),
         differing_share=_by_side(run, "differing_share"),
@@ -113,7 +113,7 @@ def _reward(steps: Sequence[StepRecord]) -> float | None:
 
 
 def _by_side(run: Run, measure: Measure) -> BySide:
-    return {side: _mean(getattr(step.mismatch[side], measure) for step in run.steps_to_compare(side)) for side in SIDES}
+    return {side: _mean(getattr(each, measure) for each in found) for side, found in run.measured.items()}
 
 
 def _mean(values: Iterable[float]) -> float | None:
