@@ -18,6 +18,7 @@ from foreroute.report.page import Caption, Column, Page, PageSection, Plot, Tabl
 if TYPE_CHECKING:
     from foreroute.costs.cluster_file import Cluster
     from foreroute.plan.received_rows import Reservation
+    from foreroute.plan.step_plan import StepPlan
     from foreroute.simulate.compare import PlanComparison
     from foreroute.simulate.ways import Way
     from foreroute.trace import RoutedLayer
@@ -148,6 +149,9 @@ def ways_finding(ways: Sequence[Way]) -> str:
         "homes": "Homes that move once would do here, without a replica",
         "plan": "Replicas pay here",
     }
+    # moves that one step does not earn, several do
+    if simple.name == "plan" and simplest(ways, next_steps=True).name == "homes":
+        verdict["plan"] = "Replicas pay in this step; if the next ones route alike, homes that move once would do"
     reached = {name: over_mean(way.imbalance) for name, way in by_name.items()}
     parts = [f"{reached['static']} times the mean as it is"]
     if "packing" in reached:
@@ -191,10 +195,28 @@ def rows_table(policies: Sequence[Reservation], served: str) -> Table:
     return Table(title=f"Rows that ranks receive {served}", columns=shown, rows=tuple(rows))
 
 
-def plan_finding(found: PlanComparison) -> str:
-    """Decision whether to use the plan, and its worth, in a few sentences."""
+def plan_finding(found: PlanComparison, ways: Sequence[Way] = ()) -> str:
+    """Decision whether to use the plan, its worth, and whether less than the plan would do, in a few sentences."""
     known = on_several_nodes(found.plan.topology.num_nodes)
-    return " ".join(filter(None, (known, _verdict(found), _left_out(found))))
+    return " ".join(filter(None, (known, _verdict(found), _left_out(found), _instead(found, ways))))
+
+
+def _instead(found: PlanComparison, ways: Sequence[Way]) -> str:
+    """What would do as well in this step and the next, where the plan is to be used."""
+    from foreroute.simulate.ways import simplest
+
+    if not (ways and found.passes_by_plan and found.pays):
+        return ""
+    less, plan = simplest(ways, next_steps=True, once_s=found.once_s), ways[-1]
+    packed = "sequences packed by routes" * any(way.name == "packing" for way in ways)
+    what = {
+        "packing": f"{packed.capitalize()} do",
+        "homes": f"If the next steps route alike, {packed}{' and ' * bool(packed)}homes that move once do",
+    }.get(less.name)
+    if what is None:
+        return ""
+    under = f"{step_time(plan.passes_s + found.once_s)} under it{', planning too' * bool(found.once_s)}"
+    return f"{what} as well without the plan: recompute and update take {step_time(less.passes_s)}, and {under}."
 
 
 def _verdict(found: PlanComparison) -> str:
@@ -288,8 +310,8 @@ def planning_words(found: PlanComparison, threads: int) -> str:
     )
 
 
-def plan_tiles(found: PlanComparison) -> tuple[Tile, ...]:
-    """Replicas and distance from the bound of the plan, were it to serve both passes."""
+def plan_tiles(found: PlanComparison, cluster: Cluster | None = None) -> tuple[Tile, ...]:
+    """Replicas, distance from the bound, and memory of slots of the plan, were it to serve both passes."""
     over_mean_ML = found.planned.over_mean_SMLG[0].max(axis=-1)
     gap_ML = over_mean_ML / found.least_over_mean_ML - 1
     # replicas and fetches differ, and a reader would take one for the other
@@ -305,7 +327,23 @@ def plan_tiles(found: PlanComparison) -> tuple[Tile, ...]:
             percentage(float(np.median(gap_ML))),
             f"{percentage(float(gap_ML.max()))} at most, with these homes and slots",
         ),
+        *(() if cluster is None else _slot_memory(found.plan, cluster)),
     )
+
+
+def _slot_memory(plan: StepPlan, cluster: Cluster) -> tuple[Tile, ...]:
+    """Bytes of the slots of a rank; nothing where the plan fills none."""
+    # a layer has slots from its first replica on
+    slots, num_layers = plan.topology.redundant_slots, int(plan.num_replicas_ML.any(axis=0).sum())
+    if not num_layers:
+        return ()
+    sets, where = num_layers, f"{slots} in each layer with a replica"
+    if plan.slots == "shared":
+        sets = min(num_layers, 1 + cluster.costs.prefetch)
+        where = f"{sets * slots} that layers share"
+    set_bytes = slots * cluster.costs.model.expert_bytes
+    beside = f"gradients of a layer's replicas take up to {size(set_bytes)} more, optimizer state none"
+    return (Tile("weights in the slots of a rank", size(sets * set_bytes), f"{where}; {beside}"),)
 
 
 def load_of_ranks(found: PlanComparison, layers: Sequence[RoutedLayer]) -> Plot:
@@ -372,9 +410,9 @@ def _page(
     return Page(
         command="foreroute plan",
         title="Plan of a step",
-        finding=plan_finding(found),
+        finding=plan_finding(found, ways),
         tone=TONES[len(found.passes_by_plan) if found.pays else 0],
-        tiles=plan_tiles(found),
+        tiles=plan_tiles(found, cluster),
         facts=facts,
         sections=(
             PageSection(heading="Before and after", plots=plots),

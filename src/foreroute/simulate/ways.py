@@ -42,11 +42,6 @@ class Way:
     moved_bytes: float
     fetched_bytes: float
 
-    @property
-    def step_s(self) -> float:
-        """Seconds of all of it."""
-        return self.passes_s + self.moves_s
-
 
 def ways_to_level(
     found: StepPlan,
@@ -93,7 +88,10 @@ def ways_to_level(
     yield way("plan", found.hosts, counts_MLGE)
 
 
-def simplest(ways: Sequence[Way]) -> Way:
-    """The first way that takes hardly longer than the fastest: what comes later does more for it."""
-    fastest_s = min(way.step_s for way in ways)
-    return next(way for way in ways if (1 - LEAST_GAIN) * way.step_s <= fastest_s)
+def simplest(ways: Sequence[Way], *, next_steps: bool = False, once_s: float = 0.0) -> Way:
+    """The first way that takes hardly longer than the fastest: what comes later does more for it.
+
+    In `next_steps` that route as this one no home moves; `once_s` are seconds that the plan takes in each step besides.
+    """
+    seconds = [way.passes_s + once_s * (way.name == "plan") + (0 if next_steps else way.moves_s) for way in ways]
+    return next(way for way, each in zip(ways, seconds, strict=True) if (1 - LEAST_GAIN) * each <= min(seconds))
