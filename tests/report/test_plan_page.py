@@ -301,6 +301,7 @@ def test_seconds_of_moves_are_those_of_the_ways():
     assert found.methods[-1].moves_s == way.moves_s > 0
     assert found.methods[0].moves_s == 0
     assert found.methods[-1].training_s == pytest.approx(way.passes_s)
+    assert found.methods[-1].imbalance == pytest.approx(way.imbalance)
 
 
 def test_a_verdict_on_several_nodes_begins_with_what_is_known_of_them():

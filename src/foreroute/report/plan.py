@@ -59,8 +59,7 @@ NOTES = (
 )
 WAY_NOTES = (
     "Sequences are exchanged between micro-steps, so that experts at their homes are level. Homes move once, before "
-    "the step, with optimizer state. Neither takes a replica. The slowest ranks of all cells are added up and set "
-    "against the means, and bytes are of a rank, on average.",
+    "the step, with optimizer state. Neither takes a replica. Loads are on average over all cells, bytes of a rank.",
     "Any framework takes packed sequences.",
 )
 TONES: tuple[Tone, Tone, Tone] = ("warning", "note", "fine")
@@ -106,7 +105,7 @@ def ways_table(ways: Sequence[Way]) -> Table:
     """One row per way to level the step, from what moves nothing to the plan."""
     columns = (
         Column("What is done", " "),
-        Column("Slowest ranks over the means", f"slowest\nranks,\n{TIMES} means"),
+        Column("Slowest rank over mean", f"slowest\nrank,\n{TIMES} mean"),
         Column("Recompute and update, modelled", "step"),
         Column("Homes move in, modelled", "homes\nmove in"),
         Column("Homes moved, once", "moved,\nonce"),
@@ -162,7 +161,7 @@ def ways_finding(ways: Sequence[Way]) -> str:
     known = "" if "packing" in reached else " Sequences are not known, so that none is packed by routes."
     aside = ", planning aside" * (simple.name == "plan")
     return (
-        f"{verdict[simple.name]}, by the cost model{aside}. The slowest ranks have {', '.join(parts[:-1])}, and "
+        f"{verdict[simple.name]}, by the cost model{aside}. The slowest rank has {', '.join(parts[:-1])}, and "
         f"{parts[-1]}.{known}"
     )
 
