@@ -78,7 +78,7 @@ class MismatchRecord:
     differing_tokens_share: Share
     """Share of tokens with a differing layer."""
     differing_share_by_layer: dict[str, Share] = field(default_factory=dict)
-    """Of tokens, by layer as the model numbers it: `decoder 3`."""
+    """Share of tokens whose expert set differs, by layer as the model numbers it: `decoder 3`."""
 
 
 @dataclass(frozen=True, kw_only=True)
