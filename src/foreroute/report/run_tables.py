@@ -112,7 +112,7 @@ def summary_table(runs: Sequence[Run], colours: Sequence[str] = ()) -> Table:
         measured = [(means(run, measure), shown) for measure, shown in SUMMARIZED.items()]
         for side, replay in zip(SIDES, ("without", "with"), strict=True):
             trains = run.trains_with == side
-            measures = (shown(found[side]) for found, shown in measured)
+            measures = [shown(found[side]) for found, shown in measured]
             cells = (run.label, replay, *measures, *(own if trains else ("",) * len(own)))
             rows.append(TableRow(cells=cells, strong=trains, colour=colours[place] if colours else ""))
     return Table(columns=SUMMARY, rows=tuple(rows))
