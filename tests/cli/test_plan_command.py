@@ -66,6 +66,7 @@ def test_counts_to_table_plan_and_page(files, tmp_path):
         assert "Use the plan" in words or "Do not use the plan" in words
         assert bool(re.search(r"load_plan.*routed\.execute.*docs/experts\.md", words)) == ("Use the plan" in words)
         assert "of the processors" in words
+        assert ("weights in the slots of a rank" in words) == bool(found.num_replicas_ML.sum())
         assert ("several nodes" in " ".join(shown.split())) == (load_plan(output).topology.num_nodes > 1)
     again = plan(given, files)
     assert again.returncode == 2
@@ -83,11 +84,12 @@ def test_counts_to_table_plan_and_page(files, tmp_path):
 
 
 def slowest_over_mean(counts_MLGE, home_LE):
-    slowest, num_ranks = 0, counts_MLGE.shape[2]
+    over, num_ranks = [], counts_MLGE.shape[2]
     for m, layer in np.ndindex(counts_MLGE.shape[:2]):
         loads_E = counts_MLGE[m, layer].sum(axis=0)
-        slowest += max(sum(loads_E[home_LE[layer] == rank]) for rank in range(num_ranks))
-    return slowest * num_ranks / counts_MLGE.sum()
+        slowest = max(sum(loads_E[home_LE[layer] == rank]) for rank in range(num_ranks))
+        over.append(slowest * num_ranks / loads_E.sum())
+    return sum(over) / len(over)
 
 
 def test_what_is_reached_with_less_than_the_plan(files, tmp_path):
@@ -115,7 +117,7 @@ def test_what_is_reached_with_less_than_the_plan(files, tmp_path):
     made = load_plan(output)
     fetched = made.hosts.fetched_R.sum() * model.expert_bytes / 4
     [line] = [line for line in result.stdout.splitlines() if re.match(r"the plan +\d", line)]
-    reached = made.max_load_ML.sum() * 4 / step.counts_MLGE.sum()
+    reached = (made.max_load_ML * 4 / step.counts_MLGE.sum(axis=(2, 3))).mean()
     assert line.split()[2] == f"{reached:.3f}"
     assert not fetched or size(fetched) in line
     assert max(map(len, result.stdout.splitlines())) <= max(80, len(f"page      {output}") + 40)

@@ -1,6 +1,7 @@
 """Run folders: what is read, what is forgiven, and what is refused with the place and the remedy."""
 
 import json
+from dataclasses import replace
 
 import pytest
 
@@ -17,6 +18,7 @@ def steps(count, **changes):
 def test_a_folder_is_read_whole(tmp_path):
     run = read_run(write_run(tmp_path / "a", config("mine", routing="R3"), steps(3)))
     assert (run.name, run.routing, run.trains_with) == ("mine", "R3", "replayed")
+    assert replace(run, routing="R2").trains_with == "native", "R2 replays no routes of the engine"
     assert [step.step for step in run.steps] == [0, 1, 2]
     assert run.steps[1].mismatch["native"].k3 == step_line(1)["mismatch"]["native"]["k3"]
     assert run.steps[1].expert_load["16"] == step_line(1)["expert_load"]["16"]
@@ -68,8 +70,8 @@ def test_a_line_of_two_ranks_and_a_share_to_rounding_are_read(tmp_path):
     [
         ('{"step": 1, "rew', "JSON"),
         ("[]", "object"),
-        ('{"step": 1, "clip_share": 1e308}', "clip_share is .*; expected a share from 0 to 1"),
-        ('{"step": 1, "clip_share": -0.1}', "clip_share is .*; expected a share from 0 to 1"),
+        ('{"step": 1, "clip_share": 1e308}', "clip_share is .*; expected a number from 0 to 1"),
+        ('{"step": 1, "clip_share": -0.1}', "clip_share is .*; expected a number from 0 to 1"),
         ('{"step": 1, "mismatch": {"native": {"k3": 0.1}}}', r"mismatch\.native lacks .*f2"),
         ('{"step": 1, "margins_LB": [[1, 2]]}', "margins_LB needs 36 counts in every layer"),
         (execution_line([[[1, 2]]], [[[3]]]), "the same numbers of micro-steps and layers"),
@@ -87,7 +89,7 @@ def test_a_damaged_line_in_the_middle_is_refused_with_its_place(tmp_path, text, 
 
 
 OTHER_MODEL = step_line(2)
-OTHER_MODEL["mismatch"]["native"]["differing_share_by_layer"] = [0.1, 0.2]
+OTHER_MODEL["mismatch"]["native"]["differing_share_by_layer"] = {f"mtp {n}": 0.1 for n in range(8)}
 
 
 @pytest.mark.parametrize(

@@ -27,7 +27,7 @@ def mismatch(rng, share, k3):
         "routed_rows": 500,
         "differing_share": float(by_layer.mean()),
         "differing_tokens_share": float(1 - histogram[0] / histogram.sum()),
-        "differing_share_by_layer": by_layer.tolist(),
+        "differing_share_by_layer": {f"decoder {n}": share for n, share in enumerate(by_layer.tolist())},
     }
 
 

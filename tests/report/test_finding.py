@@ -1,16 +1,13 @@
 """What a page of runs states first: true of the figures, and no more than they show."""
 
-from dataclasses import replace
-
 import pytest
 
 from foreroute.records import read_runs
+from foreroute.report import run_plots
 from foreroute.report.figure import SIDE_COLOURS
-from foreroute.report.run import run_finding, write_report
-from foreroute.report.run_plots import Series, colour_of, layers_of, style_of
-from foreroute.trace import RoutedLayer, RoutingSpec, save
+from foreroute.report.run import run_finding
+from foreroute.report.run_plots import Series, colour_of, style_of
 from tests.report.report_runs import config, execution, side, write_run
-from tests.traces import random_trace
 
 STEPS = 20
 
@@ -135,31 +132,29 @@ def test_colours_follow_meaning_and_no_two_runs_look_alike(tmp_path):
     assert len({(look["color"], str(look["linestyle"])) for look in looks}) == 10
 
 
-TRACE = "step-000000.safetensors"
-
-
-@pytest.mark.usefixtures("unpainted")
-def test_layers_have_the_numbers_of_the_runs_traces(tmp_path):
-    spec = RoutingSpec(8, 2, (RoutedLayer(1), RoutedLayer(2), RoutedLayer(4)))
-    sides = line(0)
-    for each in sides["mismatch"].values():
-        each["differing_share_by_layer"] = [0.1, 0.2, 0.3]
-    folders = [write_run(tmp_path / name, config(name), [sides]) for name in ("a", "b", "damaged")]
-    for folder in folders:
-        (folder / "rollouts").mkdir()
-        save(replace(random_trace(2), spec=spec), folder / "rollouts" / TRACE)
-    (folders[2] / "rollouts" / TRACE).write_bytes(b"no trace")
-    runs = read_runs(folders)
-    assert [run.layers for run in runs] == [spec.layers, spec.layers, ()]
-    assert "The numbers of the layers are not known: " in runs[2].notes[0]
-    for shown, expected in (
-        ([(0, 3), (1, 3)], spec.layers),
-        ([(0, 3), (2, 3)], ()),
-        ([(0, 2)], ()),
-    ):
-        assert layers_of(runs, shown) == expected
-    page = write_report(runs[:2], tmp_path / "page.html").read_text()
-    assert "share of tokens against decoder layer" in page
+@pytest.mark.parametrize(
+    ("others", "label", "ticks"),
+    [
+        (["decoder 1", "decoder 4"], "decoder layer", ["1", "4"]),
+        (["decoder 1", "decoder 2", "decoder 4"], "routed layer, counted from 0", None),
+        (["decoder 0", "decoder 1"], "routed layer, counted from 0", None),
+    ],
+)
+def test_layers_have_the_numbers_that_runs_recorded_unless_these_differ(tmp_path, monkeypatch, others, label, ticks):
+    drawn = []
+    monkeypatch.setattr(run_plots, "card_of_runs", lambda said, axes, *_: drawn.append((said, axes)))
+    folders = []
+    for name, layers in (("a", ["decoder 1", "decoder 4"]), ("b", others)):
+        of_run = line(0)
+        for each in of_run["mismatch"].values():
+            each["differing_share_by_layer"] = {layer: 0.1 * n for n, layer in enumerate(layers)}
+        folders.append(write_run(tmp_path / name, config(name), [of_run]))
+    run_plots.disagreement_by_layer(read_runs(folders))
+    [(said, axes)] = drawn
+    assert said.x_label == label
+    shown = axes.xaxis.get_major_formatter()
+    assert ticks is None or [shown(place) for place in range(2)] == ticks
+    assert [[*one.get_ydata()] for one in axes.get_lines()[:2]] == [[0.0, 0.1]] * 2
 
 
 def test_runs_that_learned_nothing_say_so_first(tmp_path):

@@ -257,6 +257,7 @@ def test_seconds_of_moves_are_those_of_the_ways():
     assert found.methods[-1].moves_s == way.moves_s > 0
     assert found.methods[0].moves_s == 0
     assert found.methods[-1].training_s == pytest.approx(way.passes_s)
+    assert found.methods[-1].imbalance == pytest.approx(way.imbalance)
 
 
 def test_a_verdict_on_several_nodes_begins_with_what_is_known_of_them():
@@ -294,7 +295,11 @@ def ways_of(**step_s):
         ({"static": 2.0, "packing": 1.99, "homes": 1.99, "plan": 1.981}, "Nothing needs to be done here"),
         ({"static": 2.0, "packing": 1.9, "homes": 1.9, "plan": 1.89}, "Packing by routes would do here"),
         ({"static": 2.0, "packing": 1.9, "homes": 1.5, "plan": 1.49}, "Homes that move once would do here"),
-        ({"static": 2.0, "packing": 1.9, "homes": 1.5, "plan": 1.4}, "Replicas pay here"),
+        ({"static": 2.0, "packing": 1.9, "homes": 1.5, "plan": 1.2}, "Replicas pay here"),
+        (
+            {"static": 2.0, "packing": 1.9, "homes": 1.5, "plan": 1.24},
+            "Replicas pay in this step; if the next ones route alike, homes that move once would do",
+        ),
     ],
 )
 def test_what_is_enough_comes_before_what_each_way_reaches(tmp_path, seconds, verdict):
@@ -322,6 +327,60 @@ def test_what_is_enough_comes_before_what_each_way_reaches(tmp_path, seconds, ve
     assert "flex (DeepEP, HybridEP)" in homes
     assert "own expert parallelism" not in replicas
     assert f"Replicas of experts: {replicas}." in text
+
+
+ALIKE = "If the next steps route alike, "
+
+
+@pytest.mark.parametrize(
+    ("seconds", "once_s", "said"),
+    [
+        ({"packing": 1.9, "homes": 1.5, "plan": 1.2}, 0.0, ""),
+        (
+            {"packing": 1.9, "homes": 1.5, "plan": 1.24},
+            0.0,
+            f"{ALIKE}sequences packed by routes and homes that move once do as well without the plan: recompute and "
+            "update take 1.25 s, and 1.24 s under it.",
+        ),
+        (
+            {"homes": 1.5, "plan": 1.2},
+            0.1,
+            f"{ALIKE}homes that move once do as well without the plan: recompute and update take 1.25 s, and 1.30 s "
+            "under it, planning too.",
+        ),
+        (
+            {"packing": 1.2, "homes": 1.45, "plan": 1.19},
+            0.0,
+            "Sequences packed by routes do as well without the plan: recompute and update take 1.20 s, and 1.19 s",
+        ),
+    ],
+)
+@pytest.mark.usefixtures("unpainted")
+def test_the_finding_says_where_less_than_the_plan_would_do_in_the_next_steps(tmp_path, seconds, once_s, said):
+    ways, found = ways_of(static=2.0, **seconds), replace(paying(case()), once_s=once_s)
+    finding = plan_finding(found, ways).replace("\N{NO-BREAK SPACE}", " ")
+    alone = plan_finding(found).replace("\N{NO-BREAK SPACE}", " ")
+    assert finding.startswith(f"{alone} {said}".strip())
+    assert bool(said) is (finding != alone)
+    assert finding in text_of(write_plan_page(found, {}, tmp_path / "page.html", ways=ways).read_text())
+    unused = replace(found, once_s=9.0)
+    assert plan_finding(unused, ways) == plan_finding(unused), "nobody is told of less than what is not used"
+
+
+@pytest.mark.parametrize("slots", ["layer", "shared"])
+def test_memory_of_slots_is_that_of_the_layers_that_have_them(slots):
+    """Counted slot by slot: of all layers with a replica, or of one and of the one fetched ahead."""
+    found = case(shape=(3, 5, 4, 8))
+    replicas_ML = [[0, 0, 2, 0, 0], [1, 0, 2, 0, 0], [1, 0, 0, 3, 0]]
+    hosts = found.plan.hosts._replace(offsets=np.append(0, np.cumsum(replicas_ML)))
+    plan = replace(found.plan, hosts=hosts, slots=slots)
+    *_, memory = plan_tiles(replace(found, plan=plan), Cluster(plan.topology, COSTS))
+    one = 3 * COSTS.model.hidden * COSTS.model.intermediate * 2
+    assert memory.value == size(sum(one for _ in range(3 if slots == "layer" else 2) for _ in range(2)))
+    assert f"up to {size(2 * one)} more" in memory.against
+    empty = case(replace(ONE_NODE, redundant_slots=0))
+    for found, cluster in ((empty, Cluster(empty.plan.topology, COSTS)), (case(), None)):
+        assert "slots of a rank" not in " ".join(tile.name for tile in plan_tiles(found, cluster))
 
 
 def test_without_sequences_homes_alone_are_set_beside_the_plan():

@@ -10,13 +10,23 @@ from foreroute.mismatch import LooksLike
 from foreroute.records import read_runs
 from foreroute.records.step_record import ADVICE, AlarmKind
 from foreroute.report.run import run_finding, write_report
-from foreroute.report.run_tables import alarm_table, summary_rows, suspicion_table
+from foreroute.report.run_tables import (
+    alarm_table,
+    means,
+    phase_seconds,
+    rewards,
+    summary_table,
+    suspicion_table,
+)
 from tests.report.report_runs import config, side, step_line, write_run
 
 
-def row_of(tmp_path, lines):
-    (row,) = summary_rows(read_runs([write_run(tmp_path / "run", config("r"), lines)]))
-    return row
+def run_of(tmp_path, lines):
+    (run,) = read_runs([write_run(tmp_path / "run", config("r"), lines)])
+    return run
+
+
+MEASURES = ("k3", "f2", "differing_share", "differing_tokens_share")
 
 
 def test_sides_are_averaged_over_the_steps_where_both_were_measured(tmp_path):
@@ -26,36 +36,35 @@ def test_sides_are_averaged_over_the_steps_where_both_were_measured(tmp_path):
         {"step": 2, "mismatch": {"native": side(0.3, 0.4, 0.5, 0.6), "replayed": side(0.03, 0.0, 0.1, 0.2)}},
         {"step": 3, "mismatch": {"replayed": side(100.0, 1.0, 1.0, 1.0)}},
     ]
-    row = row_of(tmp_path, lines)
-    assert (row.steps, row.paired_steps) == (4, 2)
-    assert (row.k3["native"], row.k3["replayed"]) == pytest.approx((0.2, 0.02))
-    assert (row.f2["native"], row.f2["replayed"]) == pytest.approx((0.3, 0.01))
-    assert (row.differing_share["native"], row.differing_share["replayed"]) == pytest.approx((0.4, 0.05))
-    assert (row.differing_tokens_share["native"], row.differing_tokens_share["replayed"]) == pytest.approx((0.5, 0.1))
+    run = run_of(tmp_path, lines)
+    assert run.num_paired == 2
+    native, replayed = ([means(run, measure)[name] for measure in MEASURES] for name in ("native", "replayed"))
+    assert native == pytest.approx([0.2, 0.3, 0.4, 0.5])
+    assert replayed == pytest.approx([0.02, 0.01, 0.05, 0.1])
 
 
 def test_a_run_measured_one_way_shows_that_way_alone_and_an_empty_step_nothing(tmp_path):
-    row = row_of(tmp_path / "a", [{"step": i, "mismatch": {"native": side(0.1 * (i + 1))}} for i in range(3)])
-    assert (row.k3["native"], row.k3["replayed"], row.paired_steps) == (pytest.approx(0.2), None, 0)
-    row = row_of(tmp_path / "b", [{"step": 0}])
-    assert row.k3 == row.f2 == row.differing_share == row.differing_tokens_share == {"native": None, "replayed": None}
-    assert row.reward_first is row.reward_last is row.seconds_per_step is None
-    assert row.seconds_by_phase == {}
+    run = run_of(tmp_path / "a", [{"step": i, "mismatch": {"native": side(0.1 * (i + 1))}} for i in range(3)])
+    assert (means(run, "k3"), run.num_paired) == ({"native": pytest.approx(0.2), "replayed": None}, 0)
+    run = run_of(tmp_path / "b", [{"step": 0}])
+    assert all(means(run, measure) == {"native": None, "replayed": None} for measure in MEASURES)
+    assert rewards(run) == (None, None)
+    assert phase_seconds(run) == {}
 
 
 @pytest.mark.parametrize(
     ("steps", "first", "last"), [(25, 0.045, 0.195), (3, 0.01, 0.01)], ids=["0 to 9 and 15 to 24", "all"]
 )
 def test_reward_is_averaged_over_ten_steps_at_each_end_or_those_there_are(tmp_path, steps, first, last):
-    row = row_of(tmp_path, [{"step": i, "reward_mean": i / 100} for i in range(steps)])
-    assert (row.reward_first, row.reward_last) == pytest.approx((first, last))
+    run = run_of(tmp_path, [{"step": i, "reward_mean": i / 100} for i in range(steps)])
+    assert rewards(run) == pytest.approx((first, last))
 
 
 def test_time_is_the_mean_sum_of_phases(tmp_path):
     seconds = {"rollout": 3.0, "update": 1.0}, {"rollout": 1.0, "update": 0.5, "measure": 0.5}
-    row = row_of(tmp_path, [{"step": step, "seconds": each} for step, each in enumerate(seconds)])
-    assert row.seconds_per_step == pytest.approx(3.0)
-    assert row.seconds_by_phase == pytest.approx({"rollout": 2.0, "update": 0.75, "measure": 0.25})
+    run = run_of(tmp_path, [{"step": step, "seconds": each} for step, each in enumerate(seconds)])
+    assert phase_seconds(run) == pytest.approx({"rollout": 2.0, "update": 0.75, "measure": 0.25})
+    assert summary_table([run]).column("Time per step")[0] == "3.00\N{NO-BREAK SPACE}s"
 
 
 def alarm(kind, value, threshold=0.1):

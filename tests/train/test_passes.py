@@ -171,7 +171,10 @@ def test_activations_computed_again_change_no_bit(monkeypatch):
     monkeypatch.setattr(ChainTask, "rewards", always_informative)
     record, state, runs = one_step(checkpointing=False)
     assert record.grad_norm > 0
-    assert record.mismatch["native"].differing_share > 0, "routes of another kind would be seen"
+    native = record.mismatch["native"]
+    assert native.differing_share > 0, "routes of another kind would be seen"
+    assert list(native.differing_share_by_layer) == ["decoder 0", "decoder 1"]
+    assert np.mean([*native.differing_share_by_layer.values()]) == pytest.approx(native.differing_share)
     other_record, other_state, more_runs = one_step(checkpointing=True)
     assert more_runs > runs
     assert other_record == record

@@ -251,7 +251,7 @@ def test_a_metric_that_is_no_number_ends_the_run(tmp_path, monkeypatch):
     run = RunFolder(tmp_path / "run")
     assert run.records() == []
     sides = {"native": MismatchRecord(k3=1.0, f2=0.0, differing_share=0.0, differing_tokens_share=0.0)}
-    sides["native"] = replace(sides["native"], differing_share_by_layer=[0.5, float("nan")])
+    sides["native"] = replace(sides["native"], differing_share_by_layer={"decoder 0": 0.5, "decoder 1": float("nan")})
     for within in ({"live_agreement": [0.5, float("inf")]}, {"mismatch": sides}, {"seconds": {"update": float("nan")}}):
         with pytest.raises(DivergedError):
             run.append(StepRecord(step=1, **within))

@@ -18,7 +18,7 @@ from foreroute.errors import ConfigError
 from foreroute.files.config_file import MOST_COUNTED
 from foreroute.records import read_runs
 from foreroute.report.run import run_finding, write_report
-from foreroute.report.run_tables import load_table, summary_rows, summary_table
+from foreroute.report.run_tables import load_table, summary_table
 from foreroute.train import RunFolder, TrainConfig, parse_config, train
 from foreroute.train.ranks import num_started
 
@@ -39,7 +39,7 @@ def run_demo(folder: Path | None, *, steps: int | None, vllm_python: Path | None
             return
     runs = [folder / config.name for config in configs]
     found = read_runs(runs)
-    console.print(shown_table(summary_table(summary_rows(found))))
+    console.print(shown_table(summary_table(found)))
     console.print(run_finding(found), highlight=False, markup=False)
     console.print(
         "The two rows of a run have the same rollouts and the same weights: the trainer's forward on its own routes, "

@@ -93,8 +93,6 @@ def run_plan(
     planned = {"planned": planning_words(compared, options.threads)}
     console.print(shown_facts(planned))
     console.print(shown_table(plan_table(compared)))
-    console.print(plan_finding(compared), highlight=False, markup=False)
-    console.print(shown_tiles(plan_tiles(compared)))
     with working("packing by routes, and moving homes", console):
         ways = tuple(
             ways_to_level(
@@ -105,6 +103,8 @@ def run_plan(
                 max_moves=options.home_moves or None,  # if homes stay, what they would reach is still worth knowing
             )
         )
+    console.print(plan_finding(compared, ways), highlight=False, markup=False)
+    console.print(shown_tiles(plan_tiles(compared, step.cluster)))
     console.print("\n" + ways_finding(ways), highlight=False, markup=False)
     console.print(shown_table(ways_table(ways)))
     console.print(shown_facts(executors_of_ways()))

@@ -73,9 +73,10 @@ def about_parts(measures: Measures, without: TokenMismatch, is_broken: bool) -> 
     split = measures.split
     if split is None or without.k3 <= measures.floor:
         return
+    share = f"{split.routing_share:.0%}" if split.routing > 0 else "nothing"
     parts = (
-        f"routing makes {split.routing_share:.0%} of k3 ({split.routing:.2e} of {without.k3:.2e} nats), and "
-        f"{split.rest:.2e} is left to gate weights, which no engine returns, and arithmetic"
+        f"routing makes {share} of k3 ({split.routing:.2e} of {without.k3:.2e} nats), and {split.rest:.2e} is left to "
+        "gate weights, which no engine returns, and arithmetic"
     )
     if is_broken:
         yield Finding(Severity.NOTE, "replay", f"Something is broken. As it is, {parts}.", MEND_FIRST)

@@ -17,6 +17,8 @@ KEYS = {"f1_5": "f1.5"}
 """Keys that cannot be names of fields, by the field."""
 HALF_CHARACTER = re.compile("[\\ud800-\\udfff]")
 """What JSON can name and UTF-8 cannot."""
+ROUNDED = 1e-6
+"""Rounding lets a quotient of sums end so far outside of its bounds."""
 EXPECTED = {int: "an integer of 64 bits", float: "a number", str: "text", list: "a list", dict: "an object"}
 
 
@@ -37,8 +39,8 @@ def from_json(
     # a dataclass whose fields are numbers, texts, literals, lists, dictionaries and such records
     record_type: type[Value],
     values: object,  # what JSON had
-    # raised with the key, for one that is missing or unknown, and for a value of another type or one that a check of
-    # the field or record refuses
+    # raised with the key, for one that is missing or unknown, and for a value of another type or outside of its bounds,
+    # or that a check of the record refuses
     error: type[InputError],
     at: str = "",  # the key of the values, for errors; empty at the top
 ) -> Value:
@@ -66,12 +68,10 @@ def value_of(hint: Any, value: Any, error: type[InputError], at: str) -> Any:
     origin, arguments = get_origin(hint), get_args(hint)
     if origin in (Union, UnionType):  # with None
         return None if value is None else value_of(arguments[0], value, error, at)
-    if origin is Annotated:
-        found, check = value_of(arguments[0], value, error, at), arguments[1]
-        try:
-            check(found)
-        except ValueError as cause:
-            raise error(f"{at} is {shown(found)}; {cause}") from cause
+    if origin is Annotated:  # with bounds, outside of which NaN is not
+        found, (low, high) = value_of(arguments[0], value, error, at), arguments[1]
+        if found < low - ROUNDED or found > high + ROUNDED:
+            raise error(f"{at} is {shown(found)}; expected a number from {low} to {high}")
         return found
     if origin is Literal:
         if value not in arguments:

@@ -7,14 +7,14 @@ import os
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from foreroute.errors import InputError, RunFolderError, TraceFileError, shown
+from foreroute.errors import InputError, RunFolderError, shown
 from foreroute.files.json_form import by_key, from_json, value_of
 from foreroute.files.regular import as_path, parse_json, read_file
-from foreroute.records.step_record import SIDES, Side, StepRecord
-from foreroute.trace import RoutedLayer, load
+from foreroute.records.step_record import SIDES, MismatchRecord, Side, StepRecord
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -27,22 +27,24 @@ class Run:
     routing: str
     config: dict[str, Any]
     steps: tuple[StepRecord, ...]
-    layers: tuple[RoutedLayer, ...] = ()
-    """The model's routed layers, as the run's traces number them; none where it kept no trace."""
     notes: tuple[str, ...] = ()
 
-    @property
+    @cached_property
     def trains_with(self) -> Side:
         """The side whose routes the update runs with."""
         return "replayed" if self.routing == "R3" else "native"
 
-    def paired_steps(self) -> tuple[StepRecord, ...]:
+    @cached_property
+    def num_paired(self) -> int:
         """Steps at which both sides were measured, on the same rollouts and weights."""
-        return tuple(step for step in self.steps if all(side in step.mismatch for side in SIDES))
+        return sum(len(step.mismatch) == len(SIDES) for step in self.steps)
 
-    def steps_to_compare(self, side: Side) -> tuple[StepRecord, ...]:
-        """The paired steps; in a run that has none, every step at which `side` was measured."""
-        return self.paired_steps() or tuple(step for step in self.steps if side in step.mismatch)
+    @cached_property
+    def measured(self) -> dict[Side, list[MismatchRecord]]:
+        """The mismatch by side at the paired steps; in a run that has none, at every step at which it was measured."""
+        least = len(SIDES) if self.num_paired else 1
+        found = [step.mismatch for step in self.steps if len(step.mismatch) >= least]
+        return {side: [each[side] for each in found if side in each] for side in SIDES}
 
 
 def read_runs(folders: Sequence[Path]) -> list[Run]:
@@ -92,7 +94,6 @@ def read_run(folder: Path) -> Run:
     if not steps:
         raise RunFolderError(f"{metrics} holds no complete step; let the run finish at least one step")
     torn = f"Line {len(steps) + 1} of {metrics.name} is half written, so the run was stopped there; it is left out."
-    layers, unread = _read_layers(folder / "rollouts")
     return Run(
         folder=folder,
         label=name,
@@ -100,15 +101,14 @@ def read_run(folder: Path) -> Run:
         routing=routing,
         config=config,
         steps=tuple(steps),
-        layers=layers,
-        notes=(*([torn] if is_torn else []), *unread),
+        notes=(torn,) if is_torn else (),
     )
 
 
 def read_steps(path: Path) -> tuple[list[StepRecord], bool]:
     """Read the finished steps in a `metrics.jsonl`, from 0 on, and say whether a step after them is half written."""
     steps: list[StepRecord] = []
-    num_layers: set[int] = set()
+    layers: set[tuple[str, ...]] = set()
     # each step ends its line, so that only a killed run leaves text behind the last newline
     *lines, last = read_file(path, RunFolderError).split(b"\n")
     for number, line in enumerate([*lines, last] if last.strip() else lines):
@@ -117,9 +117,9 @@ def read_steps(path: Path) -> tuple[list[StepRecord], bool]:
             if step.step != number:
                 raise RunFolderError(f"its step is {step.step}, expected {number}")
             # shares of layers are averaged over steps
-            num_layers |= {len(side.differing_share_by_layer) for side in step.mismatch.values()} - {0}
-            if len(num_layers) > 1:
-                raise RunFolderError(f"differing_share_by_layer has {sorted(num_layers)} layers here and before")
+            layers |= {tuple(side.differing_share_by_layer) for side in step.mismatch.values()} - {()}
+            if len(layers) > 1:
+                raise RunFolderError("differing_share_by_layer is of other layers than before")
         except RunFolderError as error:
             # a write that was cut ends inside of the JSON
             if number == len(lines) and isinstance(error.__cause__, json.JSONDecodeError | UnicodeDecodeError):
@@ -135,14 +135,3 @@ def read_steps(path: Path) -> tuple[list[StepRecord], bool]:
 def parse_step(line: bytes) -> StepRecord:
     """Read one line of `metrics.jsonl`."""
     return from_json(StepRecord, parse_json(line, RunFolderError, name="it"), RunFolderError)
-
-
-def _read_layers(rollouts: Path) -> tuple[tuple[RoutedLayer, ...], list[str]]:
-    """Read the layers of the first rollout's trace; a note says where it cannot be read."""
-    # all rollouts of a run are of one model
-    for path in sorted(rollouts.glob("step-*.safetensors"))[:1]:
-        try:
-            return load(path, sequences=[]).spec.layers, []
-        except TraceFileError as error:
-            return (), [f"The numbers of the layers are not known: {error}"]
-    return (), []

@@ -23,16 +23,7 @@ Load = Literal["at_home", "planned", "executed"]
 Grouping = Literal["bound", "by_length", "by_routes"]
 """How sequences share micro-steps; no grouping is below the bound at these homes."""
 
-ROUNDED = 1e-6
-"""Rounding lets a quotient of sums end so far outside of 0 to 1."""
-
-
-def _check_share(value: float) -> None:
-    if value < -ROUNDED or value > 1 + ROUNDED:
-        raise ValueError("expected a share from 0 to 1")
-
-
-Share = Annotated[float, _check_share]
+Share = Annotated[float, (0, 1)]
 """From 0 to 1, or NaN: a share of nothing."""
 NumRanks = Literal["4", "8", "16"]
 """Numbers of ranks that the load of experts is stated for, as keys of JSON."""
@@ -86,8 +77,8 @@ class MismatchRecord:
     """Share of (token, layer) whose expert sets differ."""
     differing_tokens_share: Share
     """Share of tokens with a differing layer."""
-    differing_share_by_layer: list[Share] = field(default_factory=list)
-    """The same, per layer."""
+    differing_share_by_layer: dict[str, Share] = field(default_factory=dict)
+    """Share of tokens whose expert set differs, by layer as the model numbers it: `decoder 3`."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -19,7 +19,7 @@ from foreroute.report.figure import (
     number_layers,
     percent_ticks,
 )
-from foreroute.report.format import INK
+from foreroute.report.format import INK, percentage
 from foreroute.report.page import Caption, Column, Key, PageSection, Plot, Table, TableRow
 from foreroute.trace import RoutedLayer
 
@@ -144,7 +144,7 @@ def _carried_by_layer(found: Attribution, layers: Sequence[RoutedLayer]) -> Plot
         title="k3 by layer",
         sentence=(
             f"What flips of a layer carry (bars), and what began there (dark): shares of k3, of which routing makes "
-            f"{found.routing / found.k3:.0%} in all.{own}"
+            f"{percentage(found.routing / found.k3)} in all.{own}"
         ),
         x_label=layer_label(layers),
         y_label="share of k3",

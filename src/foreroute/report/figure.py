@@ -19,7 +19,6 @@ from numpy.typing import NDArray
 from foreroute.records.step_record import Side
 from foreroute.report.format import INK, over_mean, step_time
 from foreroute.report.page import Caption, Key, Plot
-from foreroute.trace import RoutedLayer
 
 # A colour stands for the same on every page. Okabe and Ito's stay apart under the common colour deficiencies.
 SIDE_COLOURS: dict[Side, str] = {"native": "#D55E00", "replayed": "#0072B2"}
@@ -93,19 +92,18 @@ def ticks(most: int, **how: Any) -> Any:
     return MaxNLocator(nbins=most, **how)
 
 
-def layer_label(layers: Sequence[RoutedLayer]) -> str:
-    """Label of an axis of routed layers: by the model's own numbers where its layers are known."""
-    kinds = {layer.noun.removesuffix(" layer") for layer in layers}
+def layer_label(layers: Sequence[object]) -> str:
+    """Label of an axis of routed layers, written as a kind and the model's own number where they are known."""
+    kinds = {str(layer).rpartition(" ")[0].removesuffix(" layer") for layer in layers}
     return f"{kinds.pop()} layer" if len(kinds) == 1 else "layer" if kinds else "routed layer, counted from 0"
 
 
-def number_layers(axis: Any, layers: Sequence[RoutedLayer]) -> None:
-    """Ticks of an axis on which the n-th routed layer is at n."""
+def number_layers(axis: Any, layers: Sequence[object]) -> None:
+    """Ticks of an axis on which the n-th routed layer is at n; with its kind where there are several."""
     axis.set_major_locator(integer_ticks(8))
     if layers:
-        names = [str(layer.index) for layer in layers]
-        if len({layer.kind for layer in layers}) > 1:
-            names = [str(layer) for layer in layers]
+        kinds, _, numbers = zip(*(str(layer).rpartition(" ") for layer in layers), strict=True)
+        names = numbers if len(set(kinds)) == 1 else [str(layer) for layer in layers]
         axis.set_major_formatter(lambda value, _: names[round(value)] if 0 <= round(value) < len(names) else "")
 
 
@@ -120,7 +118,7 @@ def heat_maps(
     *,
     below: bool = False,
     from_one: bool = False,
-    layers: Sequence[RoutedLayer] = (),
+    layers: Sequence[object] = (),
 ) -> Plot:
     """Loads over the mean [y, x] by title, a panel each under one scale. Below 1, perfect balance, is blue, above red.
 

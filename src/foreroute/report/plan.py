@@ -18,6 +18,7 @@ from foreroute.report.page import Caption, Column, Page, PageSection, Plot, Tabl
 if TYPE_CHECKING:
     from foreroute.costs.cluster_file import Cluster
     from foreroute.plan.received_rows import Reservation
+    from foreroute.plan.step_plan import StepPlan
     from foreroute.simulate.compare import PlanComparison
     from foreroute.simulate.ways import Way
     from foreroute.trace import RoutedLayer
@@ -58,8 +59,7 @@ NOTES = (
 )
 WAY_NOTES = (
     "Sequences are exchanged between micro-steps, so that experts at their homes are level. Homes move once, before "
-    "the step, with optimizer state. Neither takes a replica. The slowest ranks of all cells are added up and set "
-    "against the means, and bytes are of a rank, on average.",
+    "the step, with optimizer state. Neither takes a replica. Loads are on average over all cells, bytes of a rank.",
     "Any framework takes packed sequences.",
 )
 TONES: tuple[Tone, Tone, Tone] = ("warning", "note", "fine")
@@ -105,7 +105,7 @@ def ways_table(ways: Sequence[Way]) -> Table:
     """One row per way to level the step, from what moves nothing to the plan."""
     columns = (
         Column("What is done", " "),
-        Column("Slowest ranks over the means", f"slowest\nranks,\n{TIMES} means"),
+        Column("Slowest rank over mean", f"slowest\nrank,\n{TIMES} mean"),
         Column("Recompute and update, modelled", "step"),
         Column("Homes move in, modelled", "homes\nmove in"),
         Column("Homes moved, once", "moved,\nonce"),
@@ -148,6 +148,9 @@ def ways_finding(ways: Sequence[Way]) -> str:
         "homes": "Homes that move once would do here, without a replica",
         "plan": "Replicas pay here",
     }
+    # moves that one step does not earn, several do
+    if simple.name == "plan" and simplest(ways, next_steps=True).name == "homes":
+        verdict["plan"] = "Replicas pay in this step; if the next ones route alike, homes that move once would do"
     reached = {name: over_mean(way.imbalance) for name, way in by_name.items()}
     parts = [f"{reached['static']} times the mean as it is"]
     if "packing" in reached:
@@ -158,7 +161,7 @@ def ways_finding(ways: Sequence[Way]) -> str:
     known = "" if "packing" in reached else " Sequences are not known, so that none is packed by routes."
     aside = ", planning aside" * (simple.name == "plan")
     return (
-        f"{verdict[simple.name]}, by the cost model{aside}. The slowest ranks have {', '.join(parts[:-1])}, and "
+        f"{verdict[simple.name]}, by the cost model{aside}. The slowest rank has {', '.join(parts[:-1])}, and "
         f"{parts[-1]}.{known}"
     )
 
@@ -191,10 +194,32 @@ def rows_table(policies: Sequence[Reservation], served: str) -> Table:
     return Table(title=f"Rows that ranks receive {served}", columns=shown, rows=tuple(rows))
 
 
-def plan_finding(found: PlanComparison) -> str:
-    """Decision whether to use the plan, and its worth, in a few sentences."""
+def plan_finding(found: PlanComparison, ways: Sequence[Way] = ()) -> str:
+    """Decision whether to use the plan, its worth, and whether less than the plan would do, in a few sentences."""
     known = on_several_nodes(found.plan.topology.num_nodes)
-    return " ".join(filter(None, (known, _verdict(found))))
+    return " ".join(filter(None, (known, _verdict(found), _instead(found, ways))))
+
+
+def _instead(found: PlanComparison, ways: Sequence[Way]) -> str:
+    """What would do as well in this step and the next, where the plan is to be used."""
+    from foreroute.simulate.ways import simplest
+
+    if not (ways and found.passes_by_plan and found.pays):
+        return ""
+    less, plan = simplest(ways, next_steps=True, once_s=found.once_s), ways[-1]
+    is_packed = any(way.name == "packing" for way in ways)
+    if less.name == "packing":
+        what = "Sequences packed by routes do"
+    elif less.name == "homes":
+        packed = "sequences packed by routes and " if is_packed else ""
+        what = f"If the next steps route alike, {packed}homes that move once do"
+    else:
+        return ""
+    planning = ", planning too" if found.once_s else ""
+    return (
+        f"{what} as well without the plan: recompute and update take {step_time(less.passes_s)}, and "
+        f"{step_time(plan.passes_s + found.once_s)} under it{planning}."
+    )
 
 
 def _verdict(found: PlanComparison) -> str:
@@ -264,8 +289,8 @@ def planning_words(found: PlanComparison, threads: int) -> str:
     )
 
 
-def plan_tiles(found: PlanComparison) -> tuple[Tile, ...]:
-    """Replicas and distance from the bound of the plan, were it to serve both passes."""
+def plan_tiles(found: PlanComparison, cluster: Cluster | None = None) -> tuple[Tile, ...]:
+    """Replicas, distance from the bound, and memory of slots of the plan, were it to serve both passes."""
     over_mean_ML = found.planned.over_mean_SMLG[0].max(axis=-1)
     gap_ML = over_mean_ML / found.least_over_mean_ML - 1
     # replicas and fetches differ, and a reader would take one for the other
@@ -281,7 +306,23 @@ def plan_tiles(found: PlanComparison) -> tuple[Tile, ...]:
             percentage(float(np.median(gap_ML))),
             f"{percentage(float(gap_ML.max()))} at most, with these homes and slots",
         ),
+        *(() if cluster is None else _slot_memory(found.plan, cluster)),
     )
+
+
+def _slot_memory(plan: StepPlan, cluster: Cluster) -> tuple[Tile, ...]:
+    """Bytes of the slots of a rank; nothing where the plan fills none."""
+    # a layer has slots from its first replica on
+    slots, num_layers = plan.topology.redundant_slots, int(plan.num_replicas_ML.any(axis=0).sum())
+    if not num_layers:
+        return ()
+    sets, where = num_layers, f"{slots} in each layer with a replica"
+    if plan.slots == "shared":
+        sets = min(num_layers, 1 + cluster.costs.prefetch)
+        where = f"{sets * slots} that layers share"
+    set_bytes = slots * cluster.costs.model.expert_bytes
+    beside = f"gradients of a layer's replicas take up to {size(set_bytes)} more, optimizer state none"
+    return (Tile("weights in the slots of a rank", size(sets * set_bytes), f"{where}; {beside}"),)
 
 
 def load_of_ranks(found: PlanComparison, layers: Sequence[RoutedLayer]) -> Plot:
@@ -348,9 +389,9 @@ def _page(
     return Page(
         command="foreroute plan",
         title="Plan of a step",
-        finding=plan_finding(found),
+        finding=plan_finding(found, ways),
         tone=TONES[len(found.passes_by_plan) if found.pays else 0],
-        tiles=plan_tiles(found),
+        tiles=plan_tiles(found, cluster),
         facts=facts,
         sections=(
             PageSection(heading="Before and after", plots=plots),

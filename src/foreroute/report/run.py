@@ -17,14 +17,15 @@ from foreroute.report.page import Column, Page, PageSection, Table, TableRow, wr
 from foreroute.report.run_tables import (
     ABOUT_MEASURES,
     OTHER_WEIGHTS,
-    SummaryRow,
+    Measure,
     alarm_table,
     config_table,
     facts_table,
     likeness_of,
     load_table,
+    means,
     planned_steps,
-    summary_rows,
+    rewards,
     summary_table,
     suspicion_table,
 )
@@ -33,6 +34,8 @@ KEPT = ("rollouts", "checkpoints")
 """Folders of a run that a diagnosis needs."""
 FEWEST_RUNS = 4
 """Runs of each kind. Chance puts all 4 of one above all 4 of the other once in 35 times; with 3, once in 10."""
+FOUND: tuple[Measure, Measure] = ("differing_share", "k3")
+"""What the finding says of a mismatch."""
 SAME = 1.05
 """k3 is called lower where the other is more than this many times it."""
 
@@ -65,13 +68,12 @@ SUSPECTED = (
 
 def run_finding(runs: Sequence[Run]) -> str:
     """Finding of the runs, in one sentence: the load of their ranks, their mismatch, their reward."""
-    rows = summary_rows(runs)
-    # the most consequential first: a run that learned nothing has no other news
-    suspected = _suspected_runs(runs)
     # of wrong routes, what replay does for mismatch says nothing
-    sound = [row for row, run in zip(rows, runs, strict=True) if not any(step.suspicions for step in run.steps)]
+    sound = [run for run in runs if not any(step.suspicions for step in run.steps)]
     mismatch = [_mismatch(sound)] if sound else []
-    clauses = [*suspected, *_idle(runs), *_load(runs), *mismatch, *_reward(rows), *_collapsed(runs), *_well(runs)]
+    # the most consequential first: a run that learned nothing has no other news
+    before = [*_suspected_runs(runs), *_idle(runs), *_load(runs)]
+    clauses = [*before, *mismatch, *_reward(runs), *_collapsed(runs), *_well(runs)]
     text = "; ".join(clauses)
     return f"{text[:1].upper()}{text[1:]}."
 
@@ -101,12 +103,12 @@ def _well(runs: Sequence[Run]) -> list[str]:
     return ["the sentinel suspects no replayed route"] if well else []
 
 
-def _mismatch(rows: Sequence[SummaryRow]) -> str:
-    paired = [row for row in rows if row.paired_steps]
+def _mismatch(runs: Sequence[Run]) -> str:
+    paired = [run for run in runs if run.num_paired]
     if not paired:
-        return _one_side(rows)
-    native, replayed = ([row.differing_share[side] or 0.0 for row in paired] for side in SIDES)
-    k3 = [(row.k3["native"] or 0.0, row.k3["replayed"] or 0.0) for row in paired]
+        return _one_side(runs)
+    shares, k3 = ([[means(run, measure)[side] or 0.0 for side in SIDES] for run in paired] for measure in FOUND)
+    native, replayed = zip(*shares, strict=True)
     if not any((*native, *replayed, *(value for pair in k3 for value in pair))):
         return "trainer and rollout engine agree exactly: no route differs and k3 is 0, so replay changes nothing"
     both = "k3 is {1} with replay, {0} without".format(*(span_of(side, scientific) for side in zip(*k3, strict=True)))
@@ -121,36 +123,33 @@ def _mismatch(rows: Sequence[SummaryRow]) -> str:
     return f"replay removes every differing route{f' and lowers k3 {factors} times' if lower else f'; {both}'}"
 
 
-def _one_side(rows: Sequence[SummaryRow]) -> str:
+def _one_side(runs: Sequence[Run]) -> str:
     """Mismatch of runs in which no step was measured both ways."""
     for side in SIDES:
         words, other = ("without", "with") if side == "native" else ("with", "without")
-        shares = [row.differing_share[side] for row in rows if row.differing_share[side] is not None]
-        if shares:
-            k3 = span_of([row.k3[side] for row in rows if row.k3[side] is not None], scientific)
+        if any(run.measured[side] for run in runs):
+            shares, k3 = ([means(run, measure)[side] for run in runs] for measure in FOUND)
             return (
-                f"{words} replay {_shares(shares)} of the routing decisions differ and k3 is {k3} nats per token; what "
-                f"it is {other} replay was not measured at the same steps"
+                f"{words} replay {_shares(shares)} of the routing decisions differ and k3 is "
+                f"{span_of(k3, scientific)} nats per token; what it is {other} replay was not measured at the same "
+                "steps"
             )
     return "the mismatch of trainer and rollout engine was not recorded"
 
 
-def _reward(rows: Sequence[SummaryRow]) -> list[str]:
-    known = [row for row in rows if row.reward_last is not None]
+def _reward(runs: Sequence[Run]) -> list[str]:
+    known = [(run, last) for run in runs if (last := rewards(run)[1]) is not None]
     if not known:
         return []
-    if len(rows) == 1:
-        (row,) = rows
+    if len(runs) == 1:
+        steps, (first, last) = len(runs[0].steps), rewards(runs[0])
         # both ends would share steps
-        if row.steps < 2 * WINDOW:
-            return [f"the mean reward is {reward(row.reward_last)} over the last {min(row.steps, WINDOW)} steps"]
-        return [f"the mean reward goes from {reward(row.reward_first)} to {reward(row.reward_last)}"]
-    with_, without = (
-        [row.reward_last for row in known if row.reward_last is not None and (row.trains_with == "replayed") is replays]
-        for replays in (True, False)
-    )
+        if steps < 2 * WINDOW:
+            return [f"the mean reward is {reward(last)} over the last {min(steps, WINDOW)} steps"]
+        return [f"the mean reward goes from {reward(first)} to {reward(last)}"]
+    with_, without = ([last for run, last in known if run.trains_with == side] for side in ("replayed", "native"))
     # rewards are compared between the two kinds of runs alone
-    if not with_ or not without or any(row.routing == "R2" for row in known):  # R2 is neither
+    if not with_ or not without or any(run.routing == "R2" for run, _ in known):  # R2 is neither
         return [f"their mean reward over the last {WINDOW} steps is {span_of((*with_, *without), reward)}, by run"]
     # spans and no means: a reader sees how far runs of one kind lie apart
     figures = f"{span_of(with_, reward)} with replay, {span_of(without, reward)} without"
@@ -214,7 +213,6 @@ def write_report(runs: Sequence[Run], target: Path) -> Path:
 def _page(runs: Sequence[Run]) -> Page:
     from foreroute.report.run_plots import rank_load_plots, run_key, run_plots
 
-    rows = summary_rows(runs)
     names = tuple(run_key(runs, place) for place in range(len(runs)))
     colours = [key.colour or "" for key in names]
     alarms, looks_wrong = _alarms(runs, colours), any(step.suspicions for run in runs for step in run.steps)
@@ -223,8 +221,8 @@ def _page(runs: Sequence[Run]) -> Page:
         PageSection(
             heading="Mismatch and reward",
             texts=(ABOUT_SIDES,),
-            tables=(summary_table(rows, colours),),
-            notes=(RUNS, *ABOUT_MEASURES, *_notes(runs, rows)),
+            tables=(summary_table(runs, colours),),
+            notes=(RUNS, *ABOUT_MEASURES, *_notes(runs)),
         ),
         *([] if looks_wrong else alarms),
     ]
@@ -235,7 +233,7 @@ def _page(runs: Sequence[Run]) -> Page:
         )
     sections += [
         PageSection(heading="Over the run", plots=tuple(run_plots(runs))),
-        PageSection(heading="What was run", keys=names, tables=(facts_table(runs, rows), config_table(runs))),
+        PageSection(heading="What was run", keys=names, tables=(facts_table(runs), config_table(runs))),
     ]
     # a page that is read elsewhere cannot run them, but says what was kept
     commands = [command for run in runs for command in commands_of(run)]
@@ -291,17 +289,17 @@ def _alarms(runs: Sequence[Run], colours: Sequence[str]) -> list[PageSection]:
     return [PageSection(heading="Alarms", texts=(f"No alarm was on{of}.{well}",))]
 
 
-def _notes(runs: Sequence[Run], rows: Sequence[SummaryRow]) -> list[str]:
+def _notes(runs: Sequence[Run]) -> list[str]:
     """Notes on each run for readers of the tables."""
     notes = [f"{run.label}: {note}" for run in runs for note in run.notes]
-    for row in rows:
-        if not row.paired_steps and set(row.k3.values()) == {None}:
-            notes.append(f"{row.run}: the mismatch of trainer and rollout engine was not recorded.")
-        elif not row.paired_steps:
+    for run in runs:
+        if not any(run.measured.values()):
+            notes.append(f"{run.label}: the mismatch of trainer and rollout engine was not recorded.")
+        elif not run.num_paired:
             notes.append(
-                f"{row.run}: at no step was the mismatch measured both without and with replay, "
+                f"{run.label}: at no step was the mismatch measured both without and with replay, "
                 "so what it shows is the average over the steps that were measured one way."
             )
-        if row.steps < 2 * WINDOW:
-            notes.append(f"{row.run}: has {row.steps} steps, so its first and last {WINDOW} steps overlap.")
+        if (steps := len(run.steps)) < 2 * WINDOW:
+            notes.append(f"{run.label}: has {steps} steps, so its first and last {WINDOW} steps overlap.")
     return notes

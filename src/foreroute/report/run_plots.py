@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import product
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -30,9 +30,6 @@ from foreroute.report.figure import (
 from foreroute.report.format import INK
 from foreroute.report.page import Caption, Key, Plot
 from foreroute.report.run_tables import planned_steps
-
-if TYPE_CHECKING:
-    from foreroute.trace import RoutedLayer
 
 SIDE_WORDS: dict[Side, str] = {"native": "without replay", "replayed": "with replay"}
 DASHES = ("", "6 3", "2 2", "8 2 2 2")
@@ -130,7 +127,7 @@ def run_plots(runs: Sequence[Run]) -> list[Plot]:
     reward, *lines = (
         plot_lines(said, runs, series_by_run(runs, path), smooth=path == "reward_mean") for path, said in LINES.items()
     )
-    mismatch = [_k3(runs), *shares, _disagreement_by_layer(runs), _margins(runs)]
+    mismatch = [_k3(runs), *shares, disagreement_by_layer(runs), _margins(runs)]
     return [*mismatch, reward, *lines, *update_plots(runs), _expert_load(runs)]
 
 
@@ -172,14 +169,6 @@ def rank_load_plots(runs: Sequence[Run]) -> list[Plot]:
     return plots
 
 
-def layers_of(runs: Sequence[Run], shown: Sequence[tuple[int, int]]) -> tuple[RoutedLayer, ...]:
-    """The layers of these runs, each given with how many it recorded; none where they are unknown, or not the same."""
-    tables = {runs[position].layers for position, _ in shown}
-    # numbers of one model would be wrong for another on the same axis
-    same = tables.pop() if len(tables) == 1 else ()
-    return same if all(recorded == len(same) for _, recorded in shown) else ()
-
-
 def _k3(runs: Sequence[Run]) -> Plot:
     series = series_by_side(runs, "k3")
     # replay may make k3 exactly 0, which has no logarithm
@@ -202,14 +191,17 @@ def _k3(runs: Sequence[Run]) -> Plot:
     return plot_lines(said, runs, series, finish, smooth=True)
 
 
-def _disagreement_by_layer(runs: Sequence[Run]) -> Plot:
-    series = []
+def disagreement_by_layer(runs: Sequence[Run]) -> Plot:
+    """Draw the layers by the numbers that runs recorded, or counted from 0 where these differ."""
+    series, tables = [], set()
     for position, side in product(range(len(runs)), SIDES):
-        measured = (step.mismatch[side] for step in runs[position].steps_to_compare(side))
-        if found := [each.differing_share_by_layer for each in measured if each.differing_share_by_layer]:
-            shares_L = np.asarray(np.mean(found, axis=0), np.float64)
+        shares = (each.differing_share_by_layer for each in runs[position].measured[side])
+        if found := [each for each in shares if each]:
+            shares_L = np.mean([list(each.values()) for each in found], axis=0)
             series.append(Series(position, side, np.arange(len(shares_L), dtype=np.float64), shares_L))
-    layers = layers_of(runs, [(line.run, len(line.x)) for line in series])
+            tables.add(tuple(found[0]))
+    # numbers of one model would be wrong for another on the same axis
+    layers = tables.pop() if len(tables) == 1 else ()
 
     def finish(axes: Any) -> None:
         number_layers(axes.xaxis, layers)

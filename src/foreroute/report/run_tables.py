@@ -6,7 +6,6 @@ Most have a column or a chip of its colour for each run; `colours` are those of 
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from statistics import fmean, median
 from typing import Literal, TypeVar, get_args
 
@@ -28,8 +27,6 @@ from foreroute.report.page import Column, Table, TableRow
 Measure = Literal["k3", "f2", "differing_share", "differing_tokens_share"]
 Key = TypeVar("Key", bound=str)
 Value = TypeVar("Value")
-BySide = dict[Side, float | None]
-"""One measure without replay and with it. None: never measured."""
 
 ROUTING = {
     "none": "No routing replay: the trainer routes every token itself",
@@ -58,62 +55,25 @@ ABOUT_MEASURES = (
 """Notes on tables of measures."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class SummaryRow:
-    """The numbers of one run. Shares are between 0 and 1, k3 is in nats per response token, times are in seconds.
-
-    `k3`, `f2`, `differing_share` (of routing decisions) and `differing_tokens_share` are means over the
-    `paired_steps` steps at which both sides were measured. With `paired_steps` 0 each side is the mean over its own
-    steps, and the two must not be compared.
-    """
-
-    run: str
-    routing: str
-    trains_with: Side
-    steps: int
-    reward_first: float | None
-    reward_last: float | None
-    paired_steps: int
-    k3: BySide
-    f2: BySide
-    differing_share: BySide
-    differing_tokens_share: BySide
-    seconds_per_step: float | None
-    seconds_by_phase: dict[str, float]
+def means(run: Run, measure: Measure) -> dict[Side, float | None]:
+    """Average a measure by side, over the steps of `Run.measured`; None: never measured."""
+    return {side: _mean(getattr(each, measure) for each in found) for side, found in run.measured.items()}
 
 
-def summary_rows(runs: Sequence[Run]) -> list[SummaryRow]:
-    """One row per run, in order."""
-    return [_row(run) for run in runs]
-
-
-def _row(run: Run) -> SummaryRow:
-    # a killed run has steps without times
-    timed = [step.seconds for step in run.steps if step.seconds]
-    phases = list(dict.fromkeys(phase for seconds in timed for phase in seconds))
-    return SummaryRow(
-        run=run.label,
-        routing=run.routing,
-        trains_with=run.trains_with,
-        steps=len(run.steps),
-        reward_first=_reward(run.steps[:WINDOW]),
-        reward_last=_reward(run.steps[-WINDOW:]),
-        paired_steps=len(run.paired_steps()),
-        k3=_by_side(run, "k3"),
-        f2=_by_side(run, "f2"),
-        differing_share=_by_side(run, "differing_share"),
-        differing_tokens_share=_by_side(run, "differing_tokens_share"),
-        seconds_per_step=_mean(sum(seconds.values()) for seconds in timed),
-        seconds_by_phase={phase: fmean(seconds.get(phase, 0.0) for seconds in timed) for phase in phases},
+def rewards(run: Run) -> tuple[float | None, float | None]:
+    """Average the reward over the first steps, and over the last ones; None: not recorded."""
+    first, last = (
+        _mean(step.reward_mean for step in steps if step.reward_mean is not None)
+        for steps in (run.steps[:WINDOW], run.steps[-WINDOW:])
     )
+    return first, last
 
 
-def _reward(steps: Sequence[StepRecord]) -> float | None:
-    return _mean(reward for step in steps if (reward := step.reward_mean) is not None)
-
-
-def _by_side(run: Run, measure: Measure) -> BySide:
-    return {side: _mean(getattr(step.mismatch[side], measure) for step in run.steps_to_compare(side)) for side in SIDES}
+def phase_seconds(run: Run) -> dict[str, float]:
+    """Average the seconds of each phase over the steps that have times: a killed run has others too."""
+    timed = [step.seconds for step in run.steps if step.seconds]
+    phases = dict.fromkeys(phase for seconds in timed for phase in seconds)
+    return {phase: fmean(seconds.get(phase, 0.0) for seconds in timed) for phase in phases}
 
 
 def _mean(values: Iterable[float]) -> float | None:
@@ -133,24 +93,29 @@ SUMMARY = (
     Column("Steps"),
     Column("Time per step"),
 )
+SUMMARIZED: dict[Measure, Callable[[float | None], str]] = {
+    "differing_share": percentage,
+    "differing_tokens_share": percentage,
+    "k3": scientific,
+    "f2": percentage,
+}
+"""Measures in columns of the summary, in order, and their looks."""
 
 
-def summary_table(rows: Sequence[SummaryRow], colours: Sequence[str] = ()) -> Table:
+def summary_table(runs: Sequence[Run], colours: Sequence[str] = ()) -> Table:
     """Two rows for each run, without replay and with it; the run's reward stands where it trains."""
-    table = []
-    for place, row in enumerate(rows):
-        own = (reward(row.reward_first), reward(row.reward_last), str(row.steps), step_time(row.seconds_per_step))
+    rows = []
+    for place, run in enumerate(runs):
+        seconds = phase_seconds(run)
+        of_step = sum(seconds.values()) if seconds else None
+        own = (*map(reward, rewards(run)), str(len(run.steps)), step_time(of_step))
+        measured = [(means(run, measure), shown) for measure, shown in SUMMARIZED.items()]
         for side, replay in zip(SIDES, ("without", "with"), strict=True):
-            trains = row.trains_with == side
-            measures = (
-                percentage(row.differing_share[side]),
-                percentage(row.differing_tokens_share[side]),
-                scientific(row.k3[side]),
-                percentage(row.f2[side]),
-            )
-            cells = (row.run, replay, *measures, *(own if trains else ("",) * len(own)))
-            table.append(TableRow(cells=cells, strong=trains, colour=colours[place] if colours else ""))
-    return Table(columns=SUMMARY, rows=tuple(table))
+            trains = run.trains_with == side
+            measures = [shown(found[side]) for found, shown in measured]
+            cells = (run.label, replay, *measures, *(own if trains else ("",) * len(own)))
+            rows.append(TableRow(cells=cells, strong=trains, colour=colours[place] if colours else ""))
+    return Table(columns=SUMMARY, rows=tuple(rows))
 
 
 def alarm_table(runs: Sequence[Run], colours: Sequence[str] = ()) -> Table:
@@ -286,9 +251,9 @@ def load_table(runs: Sequence[Run]) -> Table:
     return _by_run("Mean of a step", [(label, _loads(steps)) for label, steps in planned])
 
 
-def facts_table(runs: Sequence[Run], rows: Sequence[SummaryRow]) -> Table:
+def facts_table(runs: Sequence[Run]) -> Table:
     """Facts of each run, by topic: routing, device, length, pace; its settings are in `config_table`."""
-    return _by_run("", [(run.label, describe(run, row)) for run, row in zip(runs, rows, strict=True)], kind="words")
+    return _by_run("", [(run.label, _facts(run)) for run in runs], kind="words")
 
 
 def config_table(runs: Sequence[Run]) -> Table:
@@ -302,14 +267,14 @@ def config_table(runs: Sequence[Run]) -> Table:
     return Table(columns=table.columns, rows=tuple(rows), folded=f"All settings{differ}")
 
 
-def describe(run: Run, row: SummaryRow) -> dict[str, str]:
+def _facts(run: Run) -> dict[str, str]:
     """The facts of one run, by topic; topics that were not recorded are left out."""
-    steps = _span([step.step for step in run.steps])
+    steps, num_steps = _span([step.step for step in run.steps]), len(run.steps)
     facts = {
         "routing": ROUTING.get(run.routing, f"Routing {run.routing}"),
         "device": "; ".join(_devices(run)),
-        "steps": f"{steps}{' only' * (row.steps == 1)}; measured both ways at {row.paired_steps} of {row.steps}",
-        "phases of a step": ", ".join(f"{phase} {step_time(value)}" for phase, value in row.seconds_by_phase.items()),
+        "steps": f"{steps}{' only' * (num_steps == 1)}; measured both ways at {run.num_paired} of {num_steps}",
+        "phases of a step": ", ".join(f"{phase} {step_time(value)}" for phase, value in phase_seconds(run).items()),
     }
     return {topic: said for topic, said in facts.items() if said}
 

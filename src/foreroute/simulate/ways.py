@@ -16,6 +16,7 @@ from foreroute.plan.hosts import Hosts
 from foreroute.plan.step_plan import LEAST_GAIN, StepPlan
 from foreroute.planner.homes import place_homes
 from foreroute.planner.packed_homes import PackedSequences
+from foreroute.simulate.methods import over
 from foreroute.simulate.optimizer_step import STATE_BYTES, move_seconds
 
 WayName = Literal["static", "packing", "homes", "plan"]
@@ -28,7 +29,7 @@ class Way:
 
     Attributes:
         name: which one.
-        imbalance: the sum over cells of the slowest rank's assignments, over that of the mean.
+        imbalance: the slowest rank's assignments over the mean, on average over all cells.
         passes_s: modelled seconds of recompute and update.
         moves_s: of experts that move before the step.
         moved_bytes: of these experts, with optimizer state.
@@ -41,11 +42,6 @@ class Way:
     moves_s: float
     moved_bytes: float
     fetched_bytes: float
-
-    @property
-    def step_s(self) -> float:
-        """Seconds of all of it."""
-        return self.passes_s + self.moves_s
 
 
 def ways_to_level(
@@ -64,13 +60,12 @@ def ways_to_level(
 
     def way(name: WayName, hosts: Hosts, counts: NDArray[np.integer]) -> Way:
         served_MLG, _, fetched_ML = served_loads(hosts, counts, topology.ranks_per_node)
-        mean = served_MLG.sum() / topology.num_ranks
         moves = int((hosts.home_LE != home_LE).sum())
         expert_bytes = costs.model.expert_bytes / topology.num_ranks
         state_bytes = costs.model.expert_parameters * STATE_BYTES / topology.num_ranks
         return Way(
             name=name,
-            imbalance=float(served_MLG.max(axis=2).sum() / mean) if mean else 1.0,
+            imbalance=float(over(served_MLG.max(axis=2), served_MLG.mean(axis=2)).mean()),
             passes_s=float(step_parts(hosts, counts, topology, costs, found.slots).sum()),
             moves_s=move_seconds(home_LE, hosts.home_LE, 1.0, topology, costs),
             moved_bytes=moves * (expert_bytes + state_bytes),
@@ -93,7 +88,10 @@ def ways_to_level(
     yield way("plan", found.hosts, counts_MLGE)
 
 
-def simplest(ways: Sequence[Way]) -> Way:
-    """The first way that takes hardly longer than the fastest: what comes later does more for it."""
-    fastest_s = min(way.step_s for way in ways)
-    return next(way for way in ways if (1 - LEAST_GAIN) * way.step_s <= fastest_s)
+def simplest(ways: Sequence[Way], *, next_steps: bool = False, once_s: float = 0.0) -> Way:
+    """The first way that takes hardly longer than the fastest: what comes later does more for it.
+
+    In `next_steps` that route as this one no home moves; `once_s` are seconds that the plan takes in each step besides.
+    """
+    seconds = [way.passes_s + once_s * (way.name == "plan") + (0 if next_steps else way.moves_s) for way in ways]
+    return next(way for way, each in zip(ways, seconds, strict=True) if (1 - LEAST_GAIN) * each <= min(seconds))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import platform
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import get_args
 
@@ -38,7 +38,7 @@ from foreroute.records.step_record import (
     Side,
     SuspicionRecord,
 )
-from foreroute.trace import RoutingTrace, concatenate
+from foreroute.trace import RoutedLayer, RoutingTrace, concatenate
 from foreroute.trace.operations import count_assignments
 from foreroute.train.objective import importance_of
 from foreroute.train.policy import Alone
@@ -149,6 +149,7 @@ def step_record(
     """Make one line of metrics.jsonl, of what all ranks saw of a step."""
     experience, passes, updated = whole.experience, whole.passes, whole.updated
     generation, rewards_S = experience.generation, experience.rewards_S
+    layers = generation.trace.spec.layers
     # what was not trained on has no ratio
     importance, clip_share = importance_of(updated.tokens_4R)
     # mini-batches that nobody watched have no cells, and a share of none is no share
@@ -176,7 +177,7 @@ def step_record(
         loss=updated.loss,
         tokens=generation.trace.num_rows,
         trained_with=trained_with,
-        mismatch={side: mismatch_record(*mismatch_of(generation, each)) for side, each in passes.items()},
+        mismatch={side: mismatch_record(*mismatch_of(generation, each), layers) for side, each in passes.items()},
         margins_LB=margin_histogram(passes["native"].margins_NL).tolist() if "native" in passes else None,
         live_agreement=(1 - differing / cells).tolist() if len(cells) else None,
         expert_load=expert_load,
@@ -197,8 +198,10 @@ def mismatch_of(generation: Generation, result: Recomputed) -> tuple[TokenMismat
     return token_mismatch(result.logprobs_R, generation.logprobs_R), routing_mismatch(generation.trace, result.executed)
 
 
-def mismatch_record(tokens: TokenMismatch, routes: RoutingMismatch) -> MismatchRecord:
-    """Give the measures of `foreroute.mismatch` as plain data."""
+def mismatch_record(
+    tokens: TokenMismatch, routes: RoutingMismatch, layers: Sequence[RoutedLayer] = ()
+) -> MismatchRecord:
+    """Give the measures of `foreroute.mismatch` as plain data; shares by layer where layers are named."""
     return MismatchRecord(
         response_tokens=tokens.count,
         k3=tokens.k3,
@@ -208,7 +211,7 @@ def mismatch_record(tokens: TokenMismatch, routes: RoutingMismatch) -> MismatchR
         routed_rows=routes.rows,
         differing_share=routes.differing_share,
         differing_tokens_share=routes.differing_tokens_share,
-        differing_share_by_layer=routes.differing_share_L.tolist(),
+        differing_share_by_layer=dict(zip(map(str, layers), routes.differing_share_L.tolist(), strict=bool(layers))),
     )
 
 
