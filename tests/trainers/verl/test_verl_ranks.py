@@ -35,7 +35,7 @@ SETTINGS = {
     "Ulysses, FSDP1, fused": ULYSSES | FSDP1 | FUSED,
     "Ulysses, not replayed": ULYSSES | {"replay": "disabled"},
 }
-R2 = "Ulysses, R2"
+R2 = {"Ulysses, R2": (ULYSSES, {}), "FSDP2, padded, R2": ({}, {"use_remove_padding": False})}
 SAID = {"enable_routing_replay": True}
 """What verl's workers say of a batch."""
 OF_REPLAY = ("mismatch", "router_replay")
@@ -87,7 +87,8 @@ def test_log_probs_are_those_of_one_process_on_the_same_routes(who, name, runs, 
 @pytest.mark.parametrize(("who", "name"), PATHS)
 def test_experts_are_given_the_routes_in_forward_and_recomputation(who, name, runs):
     for rank in runs[who][name]:
-        assert {*rank["calls"]} == {(4, name != CONTROL)}  # in two layers
+        # in two layers, of the update and of an old pass behind it
+        assert {*rank["calls"]} == {(4, name != CONTROL), (2, name != CONTROL)}
         if who == "patch" and name != CONTROL:
             assert min(rank["metrics"]["router_replay/native_disagreement"]) > 0.05
 
@@ -145,10 +146,10 @@ def test_weights_are_those_of_one_process_in_float64_after_a_step(who, name, run
 
 @pytest.mark.shows("verl, FSDP engine", "R2")
 @pytest.mark.parametrize(("who", "metric"), [("ours", "mismatch"), ("patch", "router_replay")])
-def test_r2_records_whole_sequences_of_ranks_that_share_them(who, metric, runs, book):
-    own = np.concatenate([ids for ids, _ in book.native])
-    for rank in runs[who][R2]:
-        assert np.array_equal(rank["recorded"], own)
+@pytest.mark.parametrize("name", R2)
+def test_r2_records_whole_sequences_of_ranks_that_share_them(name, who, metric, runs, book):
+    for rank in runs[who][name]:
+        assert np.array_equal(rank["recorded"], np.concatenate([book.native[s][0] for s in rank["sequences"]]))
         assert rank["calls"]
         assert all(each for _, each in rank["calls"])
         # of the second update, whose weights are others
@@ -161,7 +162,7 @@ def train(folder, runs, kind=None):
     rank, results = dist.get_rank(), {}
     for name, settings in runs.items():
         book = Book(folder, count=COUNT)
-        mine = slice(None) if "Ulysses" in name else slice(COUNT // 2 * rank, COUNT // 2 * (rank + 1))
+        mine = sequences_of(name, rank)
         batch = {name: values[mine] for name, values in book.batch().items()}
         settings = dict(settings)
         old = settings.pop("old", {})  # of the pass whose log-probs are looked at
@@ -176,16 +177,21 @@ def train(folder, runs, kind=None):
             old_log_probs(engine, td())
             with watched(engine.module) as forwards:
                 output = update(engine, td())
+                weights, refused = full_weights(engine.module), _refused(engine, td(), rank)
             results[name] = {
                 "sequences": range(COUNT)[mine],
                 "log_probs": log_probs,
                 "judged": judged,
                 "metrics": {key: value for key, value in output["metrics"].items() if key.startswith(OF_REPLAY)},
                 "calls": [(len(each.calls), follows(each, book.by_tokens())) for each in forwards],
-                "weights": full_weights(engine.module),
-                "refused": _refused(engine, td(), rank),
+                "weights": weights,
+                "refused": refused,
             }
-    return results | {R2: _recorded_and_replayed(folder, kind)}
+    return results | {name: _recorded_and_replayed(name, folder, kind) for name in R2}
+
+
+def sequences_of(name, rank):
+    return slice(None) if "Ulysses" in name else slice(COUNT // 2 * rank, COUNT // 2 * (rank + 1))
 
 
 def _refused(engine, batch, rank):
@@ -203,11 +209,12 @@ def _refused(engine, batch, rank):
             return str(error)
 
 
-def _recorded_and_replayed(folder, kind):
-    book = Book(folder, count=COUNT)
-    batch = tensordict(book.batch(routes=False), **SAID)
+def _recorded_and_replayed(name, folder, kind):
+    book, mine, (settings, of_batch) = Book(folder, count=COUNT), sequences_of(name, dist.get_rank()), R2[name]
+    given = {key: values[mine] for key, values in book.batch(routes=False).items()}
+    batch = tensordict(given, **SAID, **of_batch)
     with on_cpu():
-        engine = make(folder, "R2", kind=kind, **ULYSSES)
+        engine = make(folder, "R2", kind=kind, **settings)
         _, output = old_log_probs(engine, batch)
         batch["routed_experts"] = output["model_output"]["routed_experts"]
         update(engine, batch)  # moves the weights
@@ -217,4 +224,4 @@ def _recorded_and_replayed(folder, kind):
     # ours has a column of the dense layer, which stands first
     recorded = batch["routed_experts"].values()[:, -2:].numpy()
     calls = [(len(each.calls), follows(each, own)) for each in forwards]
-    return {"recorded": recorded, "calls": calls, "metrics": metrics}
+    return {"sequences": range(COUNT)[mine], "recorded": recorded, "calls": calls, "metrics": metrics}
