@@ -3,7 +3,6 @@
 Asserts in helpers of tests say what they saw.
 """
 
-import base64
 import contextlib
 import io
 import math
@@ -60,8 +59,9 @@ def a_users_things(namespace):
 def server_of(namespace):
     """An `httpx.post` in the place of a vLLM server: the page's own `routed` model answers each request."""
     import httpx
-    import numpy as np
     import torch
+
+    from tests.wires import completion_choice
 
     def post(url, *, json, timeout):
         routed, prompt = namespace["routed"], json["prompt"]
@@ -76,17 +76,10 @@ def server_of(namespace):
             )
         trace, choices = recording.rollout(found.sequences), []
         for s, answer in enumerate(found.sequences[:, len(prompt) :]):
-            np.save(npy := io.BytesIO(), trace.select(s).expert_ids_NLK[:-1])
             steps = zip(found.logits, answer, strict=True)
             logprobs = [float(logits[s].log_softmax(-1)[token]) for logits, token in steps]
-            choices.append(
-                {
-                    "prompt_token_ids": prompt,
-                    "token_ids": answer.tolist(),
-                    "logprobs": {"token_logprobs": logprobs},
-                    "routed_experts": base64.b64encode(npy.getvalue()).decode(),
-                }
-            )
+            routes = trace.select(s).expert_ids_NLK[:-1]
+            choices.append(completion_choice(prompt, answer.tolist(), routes, logprobs=logprobs, index=s))
         return httpx.Response(200, json={"choices": choices})
 
     return post

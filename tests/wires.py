@@ -49,16 +49,37 @@ def rollout(rng, *, experts=16, top_k=3, layers=4, dense=1, prompt=7, response=5
 
 def vllm_int32(r, start=0):
     """Of vLLM 0.14-0.20: request output with int32 [T-1-start, all layers, K]."""
-    return _request_output(r, r.all_layers()[start:].astype(np.int32))
+    return request_output(r.prompt, r.response, r.all_layers()[start:].astype(np.int32))
 
 
 def vllm_narrow(r, start=0):
     """Of vLLM 0.22+: the same with uint8 up to 256 experts, else uint16."""
-    return _request_output(r, _narrow(r, start))
+    return request_output(r.prompt, r.response, _narrow(r, start))
 
 
 def _narrow(r, start):
     return r.all_layers()[start:].astype(np.uint8 if r.spec.num_experts <= 256 else np.uint16)
+
+
+def request_output(prompt, response, routes, *, logprobs=None, sets=None):
+    """What vLLM answers in its own process; `sets` are the tokens that each was drawn from."""
+    if logprobs is not None:
+        logprobs = [
+            {token: SimpleNamespace(logprob=each, rank=1)} for token, each in zip(response, logprobs, strict=True)
+        ]
+    masks = None if sets is None else SimpleNamespace(token_ids=sets)
+    told = {"index": 0, "token_ids": response, "finish_reason": "length", "logprobs": logprobs, "sampling_mask": masks}
+    choice = SimpleNamespace(**told, routed_experts=routes)
+    return SimpleNamespace(request_id="1", prompt_token_ids=prompt, outputs=[choice], finished=True)
+
+
+def completion_choice(prompt, response, routes, *, logprobs=None, index=0):
+    """A choice of vLLM's server, as of `/v1/completions`."""
+    choice = {"index": index, "text": "", "finish_reason": "length", "prompt_token_ids": prompt, "token_ids": response}
+    if logprobs is not None:
+        names = {"tokens": [f"token_id:{token}" for token in response], "top_logprobs": [{} for _ in response]}
+        choice["logprobs"] = {"token_logprobs": logprobs, **names}
+    return choice | {"routed_experts": None if routes is None else npy_text(routes)}
 
 
 def npy(array):
@@ -76,9 +97,7 @@ def npy_text(array):
 
 def vllm_answer(r, start=0, **changed):
     """Of vLLM 0.22+ over HTTP, before it is text: base64 of a .npy file in its only choice, of which fields change."""
-    text = npy_text(_narrow(r, start))
-    choice = {"index": 0, "text": "", "finish_reason": "length", "token_ids": r.response, "routed_experts": text}
-    return {"id": "cmpl-1", "choices": [{**choice, "prompt_token_ids": r.prompt, **changed}]}
+    return {"id": "cmpl-1", "choices": [completion_choice(r.prompt, r.response, _narrow(r, start)) | changed]}
 
 
 def vllm_http(r, start=0):
@@ -115,11 +134,6 @@ def verl(rollouts):
         mask[b, first : first + len(r.tokens)] = 1
         routes[b, first : first + len(r.routes_RLK)] = r.all_layers()
     return {"routed_experts": routes, "input_ids": tokens, "attention_mask": mask}
-
-
-def _request_output(r, routes):
-    choice = SimpleNamespace(index=0, token_ids=r.response, routed_experts=routes, finish_reason="length")
-    return SimpleNamespace(request_id="1", prompt_token_ids=r.prompt, outputs=[choice], finished=True)
 
 
 def _raw_int32(rows):

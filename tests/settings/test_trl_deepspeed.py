@@ -58,7 +58,7 @@ def train(folder, *, saved=None, replay="R3", rollouts="drawn", **settings):
     """
     from foreroute.engines.embedded import EmbeddedEngine
     from foreroute.trainers.trl import rollout_with
-    from tests.trainers.trl.routes_book import follows, watched
+    from tests.trainers.given_experts import follows, watched
     from tests.trainers.trl.tools_runs import told_apart
 
     model, drawn = policy(), Drawn()
@@ -80,7 +80,7 @@ def train(folder, *, saved=None, replay="R3", rollouts="drawn", **settings):
     updates = [batch for batch in batches if batch.grad]
     return model, {
         "logs": trainer.state.log_history,
-        "followed": [follows(batch, drawn) for batch in updates if drawn.routes],
+        "followed": [follows(batch, drawn.routes) for batch in updates if drawn.routes],
     }
 
 

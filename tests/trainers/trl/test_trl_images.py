@@ -18,7 +18,7 @@ from foreroute.trace import PIXELS
 from foreroute.trainers.trl import GRPOTrainer
 from foreroute.trainers.trl.rollout import cut_batch
 from tests.trainers import vision_language
-from tests.trainers.trl.routes_book import watched
+from tests.trainers.given_experts import watched
 from tests.trainers.trl.trl_runs import config, logged
 
 NAMES = ("image", "video", "start")
@@ -128,10 +128,10 @@ def test_routes_of_images_are_replayed_in_updates_and_the_mismatch_falls(folder)
     assert np.array_equal(rollout.streams[PIXELS].valid_N, is_image)
     num_compared = 0
     for batch in (batch for batch in batches if batch.grad):
-        for row, first, _, tokens in batch.sequences():
+        for tokens, rows in batch.find(routes_of):
             part = rollout.select([routes_of[tokens]])
-            places = first + np.flatnonzero(part.token_ids_N == image)
-            executed = batch.ids_LRK().reshape(3, len(batch.input_ids), -1, 2)[:, row, places]
+            places = rows[part.token_ids_N == image]
+            executed = batch.ids_LRK()[:, places]
             assert np.array_equal(executed, part.expert_ids_NLK[part.token_ids_N == image].swapaxes(0, 1))
             num_compared += len(places)
     assert num_compared == is_image.sum()  # in two steps each sequence is used once

@@ -14,7 +14,8 @@ from trl.trainer import utils
 
 from examples.trl.tiny import policy
 from foreroute.errors import AttachError
-from tests.trainers.trl.routes_book import Book, require_followed, watched
+from tests.trainers.given_experts import follows, watched
+from tests.trainers.trl.routes_book import Book
 from tests.trainers.trl.trl_runs import logged, make, trained
 
 pytestmark = pytest.mark.slow
@@ -93,7 +94,7 @@ def test_experts_of_liger_are_given_the_routes_of_the_rollout(liger, folder):
         runs[name] = make(folder, model=model, rollout_func=book, use_liger_kernel=name == "liger")
         with watched(model) as batches:
             runs[name].train()
-        assert all(require_followed(batch, book) for batch in batches if batch.grad)
+        assert all(follows(batch, book.routes) for batch in batches if batch.grad)
     assert fused_calls(models["liger"]) > 0 == fused_calls(models["native"])
     assert set(logged(runs["liger"], "mismatch/disagreement")) == {0.0}
     assert logged(runs["liger"], "loss") == pytest.approx(logged(runs["native"], "loss"), abs=1e-4)

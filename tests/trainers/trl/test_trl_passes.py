@@ -9,7 +9,8 @@ import trl
 from peft import LoraConfig
 
 from examples.trl.tiny import policy
-from tests.trainers.trl.routes_book import Book, differing_cells, follows, log_ratios, require_followed, watched
+from tests.trainers.given_experts import differing, follows, watched
+from tests.trainers.trl.routes_book import Book, differing_cells, log_ratios
 from tests.trainers.trl.trl_runs import SETTINGS, logged, make, saved_policy
 
 EXPERTS = ["experts.gate_up_proj", "experts.down_proj"]
@@ -39,7 +40,7 @@ def run(request, folder):
     reference = trainer.ref_model or model
     with watched(model) as batches, watched(reference) as of_reference:
         trainer.train()
-    ours = [batch for batch in batches if batch.adapters and not batch.of_book]
+    ours = [batch for batch in batches if batch.adapters and not batch.is_alone]
     without_grad = [batch for batch in ours if not batch.grad]
     of_check = SEQUENCES // trainer.args.per_device_train_batch_size
     theirs = of_reference if trainer.ref_model else [batch for batch in batches if not batch.adapters]
@@ -60,14 +61,15 @@ def test_old_and_update_passes_take_the_routes_of_the_rollout_and_the_reference_
     rollouts = SETTINGS["max_steps"] * SETTINGS["gradient_accumulation_steps"] // micro_steps
     assert len(book.routes) == SEQUENCES * rollouts
     for kind, expected in (("old", num_old), ("update", num_updates)):
-        seen = Counter(s for batch in passes[kind] for s in require_followed(batch, book))
+        seen = Counter(s for batch in passes[kind] for s, _ in batch.find(book.routes))
         assert seen == {s: expected for s in book.routes if expected}, kind
+        assert differing(passes[kind], book.routes)[1] == 0, kind
     recomputed = settings.get("gradient_checkpointing", True)
     assert all(len(batch.calls) == (6 if recomputed else 3) for batch in passes["update"])
     natives = passes["check"] + passes["reference"]
     expected = SEQUENCES * rollouts * ("beta" in settings) + SEQUENCES
-    assert sum(len(batch.input_ids) for batch in natives) == expected
-    assert not any(follows(batch, book) for batch in natives)
+    assert sum(len(batch.ids) for batch in natives) == expected
+    assert not any(follows(batch, book.routes) for batch in natives)
     assert set(logged(trainer, "mismatch/disagreement")) == {0.0}
     assert min(logged(trainer, "mismatch/native_disagreement")) > 0.01
 
@@ -79,7 +81,7 @@ def test_without_replay_the_same_passes_take_other_routes_and_the_mismatch_is_me
     trainer = make(folder, model=model, rollout_func=book, replay="none", max_steps=1)
     with watched(model) as batches:
         trainer.train()
-    assert not any(follows(batch, book) for batch in batches if not batch.of_book)
+    assert not any(follows(batch, book.routes) for batch in batches if not batch.is_alone)
     log_r = log_ratios(book).astype(np.float64)
     cells = differing_cells(book)
     expected = {
@@ -99,12 +101,12 @@ def test_r2_replays_what_the_old_pass_routed(folder):
     trainers, books = {}, {}
     for replay in ("R2", "none"):
         model = policy()
-        books[replay] = Book(model, replaced=0.0)
-        trainer = make(folder, model=model, rollout_func=books[replay], replay=replay, learning_rate=1e-2)
+        books[replay] = book = Book(model, replaced=0.0)
+        trainer = make(folder, model=model, rollout_func=book, replay=replay, learning_rate=1e-2)
         with watched(model) as batches:
             trainer.train()
-        ours = [batch for batch in batches if not batch.of_book]
-        trainers[replay] = trainer, _changed_since_old(ours)
+        ours = [batch for batch in batches if not batch.is_alone]
+        trainers[replay] = trainer, _changed_since_old(ours, book.routes)
     assert trainers["R2"][1] == 0
     assert trainers["none"][1] > 50
     assert not logged(trainers["R2"][0], "mismatch/disagreement")
@@ -126,7 +128,7 @@ def test_a_resumed_run_goes_on_as_trls_own_and_follows_the_routes_of_its_rollout
             trainer.train(resume_from_checkpoint=f"{folder}/checkpoint-2")
         updates = [batch for batch in batches if batch.grad]
         assert len(updates) == 4
-        assert [follows(batch, book) for batch in updates] == [name == "R3"] * 4, name
+        assert [follows(batch, book.routes) for batch in updates] == [name == "R3"] * 4, name
         runs[name] = trainer
     for one, other in zip(runs["plain"].model.parameters(), runs["none"].model.parameters(), strict=True):
         assert torch.equal(one, other)
@@ -134,13 +136,12 @@ def test_a_resumed_run_goes_on_as_trls_own_and_follows_the_routes_of_its_rollout
     assert logged(runs["none"], "mismatch/disagreement")[0] > 0.05
 
 
-def _changed_since_old(batches):
+def _changed_since_old(batches, sequences):
     """Picks of update passes that are not those of the old pass over the same sequence, which comes before it."""
     old, changed = {}, 0
     for batch in batches:
-        width = batch.input_ids.shape[1]
-        for row, first, end, tokens in batch.sequences():
-            ids = batch.ids_LRK().reshape(3, len(batch.input_ids), width, -1)[:, row, first:end]
+        for tokens, rows in batch.find(sequences):
+            ids = batch.ids_LRK()[:, rows]
             if batch.grad:
                 changed += int((ids != old[tokens]).sum())
             else:

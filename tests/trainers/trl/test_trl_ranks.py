@@ -29,7 +29,8 @@ from foreroute.trainers.trl.capture_vllm import VLLMSource
 from foreroute.trainers.trl.planning import PlannedWindows
 from tests.adapters.hf.model_runs import whole
 from tests.roundings import most_k3
-from tests.trainers.trl.routes_book import Book, Drawn, differing_cells, follows, log_ratios, watched
+from tests.trainers.given_experts import follows, watched
+from tests.trainers.trl.routes_book import Book, Drawn, differing_cells, log_ratios
 from tests.trainers.trl.tools_runs import told_apart
 from tests.trainers.trl.trl_runs import TERMS, as_torchrun_does, make, two_processes
 
@@ -95,7 +96,7 @@ def train(rank, folder):
             trainer.train()
         results[name] = {
             "logs": trainer.state.log_history[: trainer.state.global_step],
-            "followed": [follows(batch, drawn) for batch in batches if batch.grad and drawn.routes],
+            "followed": [follows(batch, drawn.routes) for batch in batches if batch.grad and drawn.routes],
             "weights": torch.cat([whole(each).detach().flatten() for each in model.parameters()]),
             "sharded": sum(hasattr(each, "full_tensor") for each in model.parameters()),
         }

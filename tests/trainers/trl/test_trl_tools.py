@@ -16,7 +16,7 @@ from foreroute.errors import BatchMismatchError, ReplayError
 from foreroute.trace import SAMPLING, RoutingTrace, concatenate
 from foreroute.trainers.trl import rollout_with
 from foreroute.trainers.trl.capture import Turn, join_turns
-from tests.trainers.trl.routes_book import native
+from tests.trainers.given_experts import drawn_anew, native
 from tests.trainers.trl.test_trl_masks import SCORES_ON_SETS
 from tests.trainers.trl.tools_runs import Counter, branching, oracle, sequences_of, trained
 from tests.trainers.trl.trl_runs import logged
@@ -40,9 +40,7 @@ class Drawn(EmbeddedEngine):
 
     def _drawn(self, trace):
         tokens, rows = trace.tokens(0).tolist(), trace.expert_ids_NLK.astype(np.int64)
-        rng = np.random.default_rng(tokens)
-        cells = rng.random(rows.shape[:2]) < 0.1
-        rows[cells] = np.argsort(rng.random((*rows.shape[:2], 8)), axis=-1)[..., : rows.shape[2]][cells]
+        rows = drawn_anew(rows, 0.1, np.random.default_rng(tokens))
         self.turns.append((tokens, rows[:-1]))
         versions = [trace.weight_versions_N]
         return RoutingTrace.from_rows(trace.spec, [tokens], [rows], valid=[trace.valid_N], weight_versions=versions)

@@ -2,7 +2,7 @@
 
 import pytest
 
-from foreroute.errors import CaptureError, ReplayError
+from foreroute.errors import CaptureError
 from tests.trainers.trl import tools_runs
 from tests.trainers.trl.trl_runs import logged, make, trained
 from tests.trainers.trl.vllm_fakes import COLOCATE, SERVER, as_they_are, colocated, served
@@ -10,17 +10,6 @@ from tests.trainers.trl.vllm_fakes import COLOCATE, SERVER, as_they_are, colocat
 pytestmark = pytest.mark.slow
 
 MODES = {"colocate": (colocated, COLOCATE), "server": (served, SERVER)}
-
-
-def of_their_neighbours(routes):
-    """Each takes the routes of the next sequence that is as long, so that only their content tells."""
-    lengths = [len(each) for each in routes]
-    moved = list(routes)
-    for length in set(lengths):
-        same = [s for s, n in enumerate(lengths) if n == length]
-        for s, other in zip(same, [*same[1:], same[0]], strict=True):
-            moved[s] = routes[other]
-    return moved
 
 
 @pytest.mark.shows("TRL", "vLLM, served and colocated (stand-ins; real vLLM in `make night`)")
@@ -37,14 +26,6 @@ def test_routes_of_vllm_are_replayed_turn_by_turn_and_measured(mode, folder, mon
     assert first["R3"]["disagreement"] == 0
     assert first["none"]["disagreement"] > 0.005
     assert first["R3"]["k3"] < first["none"]["k3"] / 2
-
-
-def test_routes_of_a_neighbour_are_refused(folder, monkeypatch):
-    served(monkeypatch, of_their_neighbours)
-    # of one length, so that routes of a neighbour pass for one's own until their content is looked at
-    trainer = make(folder, max_completion_length=12, generation_kwargs=None, **SERVER)
-    with pytest.raises(ReplayError, match="permutation"):
-        trainer.train()
 
 
 def test_a_server_that_returns_no_routes_is_refused_with_the_flag_to_start_it_with(folder, monkeypatch, caplog):

@@ -45,7 +45,7 @@ def main(folder: str, replay: str, dtype: str) -> None:
     torch.set_num_threads(1)
     stand_in(dtype)
     from examples.trl.tiny import agent, chat_tokenizer
-    from tests.trainers.trl.routes_book import native
+    from tests.trainers.given_experts import native
     from tests.trainers.trl.tools_runs import make, oracle, sequences_of
     from tests.trainers.trl.trl_runs import logged
 

@@ -17,7 +17,7 @@ from examples.trl.tiny import policy
 from foreroute.capture import Sampling
 from foreroute.engines.embedded import EmbeddedEngine
 from foreroute.trace import SAMPLING
-from tests.wires import npy_text
+from tests.wires import completion_choice, request_output
 
 END = 1
 COLOCATE = {"use_vllm": True, "vllm_mode": "colocate"}
@@ -96,20 +96,12 @@ def colocated(monkeypatch, change):
             wanted = {"count": 1, "max_tokens": params.max_tokens, "temperature": params.temperature}
             wanted |= {"top_p": params.top_p, "top_k": params.top_k, "min_p": params.min_p}
             return [
-                SimpleNamespace(
-                    prompt_token_ids=prompt,
-                    outputs=[
-                        SimpleNamespace(
-                            index=0,
-                            token_ids=response,
-                            logprobs=[
-                                {token: SimpleNamespace(logprob=logprob, rank=1)}
-                                for token, logprob in zip(response, logprobs, strict=True)
-                            ],
-                            routed_experts=routes if self._returns_routes else None,
-                            sampling_mask=SimpleNamespace(token_ids=sets) if self._returns_masks else None,
-                        )
-                    ],
+                request_output(
+                    prompt,
+                    response,
+                    routes if self._returns_routes else None,
+                    logprobs=logprobs,
+                    sets=sets if self._returns_masks else None,
                 )
                 for prompt, response, logprobs, routes, sets in self._sampler.sample(ids, **wanted)
             ]
@@ -156,18 +148,7 @@ def served(monkeypatch, change, *, returns_routes=True):
                 body["prompt"], count=body["n"], max_tokens=body["max_tokens"], temperature=body["temperature"]
             )
             choices = [
-                {
-                    "index": index,
-                    "text": "",
-                    "prompt_token_ids": prompt,
-                    "token_ids": response,
-                    "logprobs": {
-                        "tokens": [f"token_id:{token}" for token in response],
-                        "token_logprobs": logprobs,
-                        "top_logprobs": [{} for _ in response],
-                    },
-                    "routed_experts": npy_text(routes) if returns_routes else None,
-                }
+                completion_choice(prompt, response, routes if returns_routes else None, logprobs=logprobs, index=index)
                 for index, (prompt, response, logprobs, routes, _) in enumerate(sampled)
             ]
             return json.loads(json.dumps({"id": "cmpl-1", "object": "text_completion", "choices": choices}))

@@ -1,6 +1,9 @@
 """verl where it is installed; elsewhere the tests that need it are skipped by name."""
 
+import shutil
+import subprocess
 from importlib.util import find_spec
+from pathlib import Path
 
 import pytest
 
@@ -27,3 +30,13 @@ def folder(tmp_path_factory):
     from examples.verl.tiny_checkpoint import save_policy
 
     return save_policy(tmp_path_factory.mktemp("policy"))
+
+
+@pytest.fixture(scope="session")
+def patched(tmp_path_factory):
+    """A folder with verl's package as it was released, and the patch for it applied."""
+    folder, released = tmp_path_factory.mktemp("patched"), Path(find_spec("verl").origin).parent
+    shutil.copytree(released, folder / "verl", ignore=shutil.ignore_patterns("__pycache__"))
+    patch = Path(__file__).parents[3] / "examples" / "verl" / "upstream" / "fsdp_router_replay.patch"
+    subprocess.run(["patch", "-p1", "--fuzz=0", "-i", patch], cwd=folder, check=True)
+    return folder

@@ -16,6 +16,7 @@ from megatron.core import parallel_state as mpu
 from foreroute.errors import ReplayError
 from foreroute.planner import plan
 from foreroute.trainers.verl import planning
+from foreroute.trainers.verl.settings import MASKS
 from tests.ep.asking import no_host_tensors
 from tests.trainers.verl.masked_book import TEMPERATURE, Scores
 from tests.trainers.verl.verl_book import Book, noting_roots
@@ -142,13 +143,10 @@ def loads_MLG(counts_MLGE, made):
 
 def score(policy, runs):
     """Log-probs and gradients on sampling masks of each run, or what it was refused with."""
-    import foreroute.trainers.verl.megatron_sampling_masks as masks
-
-    scores = Scores(policy, count=OF_MASKS)
+    scores, model = Scores(policy, count=OF_MASKS), {"external_lib": MASKS}
 
     def scored(**settings):
-        engine = make(policy, ranks=2, dtype="float32", use_distributed_optimizer=False, **settings)
-        assert type(engine) is masks.MaskedMegatronRoutingReplay
+        engine = make(policy, ranks=2, dtype="float32", use_distributed_optimizer=False, model=model, **settings)
         batch, first = share_of(scores.batch())
         td = tensordict(batch, temperature=TEMPERATURE)
         try:

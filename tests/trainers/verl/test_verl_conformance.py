@@ -61,6 +61,7 @@ class BareEngine(FSDPEngineWithLMHead):
         if not dist.is_initialized():
             dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
         self.module = module
+        self.model_config = SimpleNamespace(external_lib=None)
         self.engine_config = SimpleNamespace(forward_only=False, entropy_checkpointing=False)
         self.ulysses_device_mesh, self.use_ulysses_sp, self.pad_to_length = None, False, False
         self.ulysses_parallel_group, self.ulysses_sequence_parallel_size = None, 1

@@ -38,35 +38,10 @@ ENGINES = {
 }
 
 
-def proto_of(pairs):
-    batch = {name: value for name, value in padded(pairs).items() if name != "loss_mask"}
-    return DataProto.from_single_dict(batch)
-
-
-def pairs_of(batch):
-    """Prompts and responses, by the mask alone."""
-    fields = batch.batch if isinstance(batch, DataProto) else batch
-    ids, mask = fields["input_ids"].numpy(), fields["attention_mask"].numpy().astype(bool)
-    return [(row[:PROMPT][kept[:PROMPT]], row[PROMPT:][kept[PROMPT:]]) for row, kept in zip(ids, mask, strict=True)]
-
-
-def test_a_reordered_repeated_chunked_and_joined_data_proto_keeps_its_routes():
-    pairs = sequences(8)
-    batch = proto_of(pairs)
-    batch.reorder(torch.tensor([3, 1, 7, 0, 5, 2, 6, 4]))
-    require_told(trace_of(batch, model=SPEC), [pairs[i] for i in (3, 1, 7, 0, 5, 2, 6, 4)])
-    repeated = batch.repeat(repeat_times=2, interleave=True)
-    for chunk in repeated.chunk(4):
-        require_told(trace_of(chunk, model=SPEC), pairs_of(chunk))
-    joined = DataProto.concat(repeated.chunk(4)[::-1])
-    require_told(trace_of(joined, model=SPEC), pairs_of(joined))
-    for mini in joined.split(6):
-        require_told(trace_of(mini, model=SPEC), pairs_of(mini))
-
-
 def test_mini_and_micro_batches_without_padding_keep_their_routes():
     pairs = sequences(8)
-    batch = left_right_2_no_padding(proto_of(pairs).to_tensordict())
+    proto = {name: value for name, value in padded(pairs).items() if name != "loss_mask"}
+    batch = left_right_2_no_padding(DataProto.from_single_dict(proto).to_tensordict())
     by_tokens = {tuple(np.concatenate(pair)): pair for pair in pairs}
     require_told(trace_of(batch, model=SPEC), pairs)
 

@@ -21,7 +21,9 @@ from verl.workers.engine.fsdp import transformer_impl
 from foreroute.errors import AttachError, CaptureError, ConfigError, EngineError, ReplayError
 from foreroute.trainers import weights_check
 from foreroute.trainers.verl.fsdp import FSDPRoutingReplay, RoutingReplayEngine, register
-from tests.trainers.verl.verl_book import Book, followed, watched
+from foreroute.trainers.verl.settings import MASKS
+from tests.trainers.given_experts import follows, watched
+from tests.trainers.verl.verl_book import Book
 from tests.trainers.verl.verl_engines import full_weights, make, old_log_probs, on_cpu, tensordict, update
 
 ROOT = Path(__file__).parents[3]
@@ -38,8 +40,8 @@ def engine(group, folder, book):
     engine = make(folder, "R3", lr=0.0)
     with watched(engine.module) as forwards:
         old_log_probs(engine, tensordict(book.batch()))
-    own = [followed(forward, book)[1] > 0 for forward in forwards]
-    assert own == [True] + [False] * (len(own) - 1)  # the first is held against the model's own routes
+    replayed = [follows(forward, book.by_tokens()) for forward in forwards]
+    assert replayed == [False] + [True] * (len(replayed) - 1)  # the first is held against the model's own routes
     return engine
 
 
@@ -108,7 +110,7 @@ def test_in_the_precision_that_verl_trains_in_the_routes_are_followed_as_well(gr
     with watched(engine.module) as forwards:
         old_log_probs(engine, tensordict(book.batch()))
         output = update(engine, tensordict(book.batch()))
-    assert all(followed(forward, book)[1] == 0 for forward in forwards)
+    assert all(follows(forward, book.by_tokens()) for forward in forwards)
     assert output["metrics"]["mismatch/disagreement"] == [0.0]
 
 
@@ -156,7 +158,7 @@ def test_adapters_are_replayed_and_the_policy_without_them_is_a_reference(strate
     update(engine, tensordict(book.batch()))  # the first, with a forward on the model's own routes
     with watched(engine.module) as forwards:
         update(engine, tensordict(book.batch()))
-    assert all(followed(forward, book)[1] == 0 for forward in forwards)
+    assert all(follows(forward, book.by_tokens()) for forward in forwards)
     found, _ = old_log_probs(engine, tensordict(book.batch()))
     merged = Book(folder)
     adapted = get_peft_model(merged.model, engine.module.peft_config["default"])
@@ -226,9 +228,9 @@ def test_importing_our_engine_changes_no_class_of_another_engine():
 
 
 @pytest.mark.shows("verl, FSDP engine", "`fsdp_turbo`, TorchTitan, Automodel", refused="their engines have no replay")
-def test_an_engine_that_has_no_replay_is_refused_where_one_is_asked_for(monkeypatch):
+def test_an_engine_that_has_no_replay_is_refused_where_one_or_masks_are_asked_for(monkeypatch):
     class Elsewhere:
-        def __init__(self, engine_config):
+        def __init__(self, engine_config, model_config=None):
             self.engine_config = engine_config
 
     monkeypatch.setitem(
@@ -239,8 +241,12 @@ def test_an_engine_that_has_no_replay_is_refused_where_one_is_asked_for(monkeypa
         EngineRegistry.new("language_model", "elsewhere", engine_config=asks)
     plain = SimpleNamespace(router_replay=SimpleNamespace(mode="disabled"))
     assert EngineRegistry.new("language_model", "elsewhere", engine_config=plain).engine_config is plain
+    masked = SimpleNamespace(external_lib=["one", MASKS])
+    with pytest.raises(ConfigError, match=r"Elsewhere.*masks"):
+        EngineRegistry.new("language_model", "elsewhere", engine_config=plain, model_config=masked)
     Elsewhere.replays_routes = True
-    assert EngineRegistry.new("language_model", "elsewhere", engine_config=asks).engine_config is asks
+    made = EngineRegistry.new("language_model", "elsewhere", engine_config=asks, model_config=masked)
+    assert made.engine_config is asks
 
 
 def test_a_release_that_lacks_a_hook_and_an_engine_of_others_in_our_place_are_refused_by_name(monkeypatch):

@@ -10,7 +10,8 @@ from verl.utils import tensordict_utils as tu
 
 from examples.verl.tiny_checkpoint import VOCABULARY, save_policy
 from foreroute.adapters import hf
-from tests.trainers.verl.verl_book import RESPONSE, Book, watched
+from tests.trainers.given_experts import watched
+from tests.trainers.verl.verl_book import RESPONSE, Book
 from tests.trainers.verl.verl_engines import make, old_log_probs, tensordict, update
 from tests.trainers.vision_language import PATCH_VALUES, policy
 
@@ -68,14 +69,12 @@ def book(tmp_path_factory):
     return ImageBook(str(tmp_path_factory.mktemp("images")))
 
 
-def given_to_images(forwards, pair):
-    """Ids [N, L, K] that experts were given for the tokens of images of a sequence."""
-    tokens = torch.from_numpy(np.concatenate(pair))
-    for ids, _, calls in forwards:
-        for first in range(ids.numel() - len(tokens) + 1):
-            if torch.equal(ids.view(-1)[first : first + len(tokens)], tokens):
-                return np.stack([given for _, given in calls], 1)[first : first + len(tokens)][tokens == IMAGE]
-    raise AssertionError("the sequence did not run")
+def given_to_images(forwards, book):
+    """Ids [N, L, K] that experts were given for the tokens of images of each sequence, by its tokens."""
+    found = [(forward, *each) for forward in forwards for each in forward.find(book.by_tokens())]
+    return {
+        tokens: forward.ids_LRK()[:, rows[np.array(tokens) == IMAGE]].swapaxes(0, 1) for forward, tokens, rows in found
+    }
 
 
 @pytest.mark.shows("verl, FSDP engine", "images (Qwen3-VL-MoE), packed and padded, on one rank")
@@ -90,10 +89,12 @@ def test_routes_of_images_are_followed_and_the_mismatch_falls(group, book, layou
         with watched(engine.module) as forwards:
             found, _ = old_log_probs(engine, book.tensordict(**layout))
         far = max(float((one - other).abs().max()) for one, other in zip(found, book.expected, strict=True))
+        given, expected = given_to_images(forwards, book), book.by_tokens()
+        assert given.keys() == expected.keys()
         follows = [
-            np.array_equal(given_to_images(forwards, pair), routes[np.concatenate(pair)[:-1] == IMAGE])
-            for pair, images, routes in zip(book.pairs, book.images, book.routes, strict=True)
-            if images
+            np.array_equal(given[tokens], routes[np.array(tokens)[:-1] == IMAGE])
+            for tokens, routes in expected.items()
+            if IMAGE in tokens
         ]
         metrics = update(engine, book.tensordict(**layout))["metrics"]
         k3[replay] = metrics["mismatch/k3"][0]

@@ -4,6 +4,8 @@ import asyncio
 import copy
 import importlib
 import sys
+from dataclasses import replace
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -19,7 +21,6 @@ from verl.experimental.agent_loop.tool_agent_loop import ToolAgentLoop
 from verl.utils import tensordict_utils as tu
 from verl.utils.seqlen_balancing import rearrange_micro_batches
 from verl.workers.config import HFModelConfig
-from verl.workers.engine import EngineRegistry
 from verl.workers.engine.fsdp import transformer_impl
 from verl.workers.rollout.llm_server import FullyAsyncLLMServerClient, LLMServerClient
 from verl.workers.utils.padding import left_right_2_no_padding
@@ -27,9 +28,10 @@ from verl.workers.utils.padding import left_right_2_no_padding
 from foreroute.errors import BatchMismatchError, EngineError, ReplayError
 from foreroute.testing.counting_device import DEVICE, other_device
 from foreroute.trainers.verl import trace_of
-from foreroute.trainers.verl.packed_batch import PackedBatch, require_routed
-from foreroute.trainers.verl.rollout_masks import packed_sets
-from tests.trainers.verl.jagged_there import Jagged, MicroBatch
+from foreroute.trainers.verl.fsdp import RoutingReplayEngine
+from foreroute.trainers.verl.packed_batch import PackedBatch, PackedRoutes, require_routed
+from foreroute.trainers.verl.settings import MASKS
+from tests.trainers.verl.waits import Jagged, MicroBatch
 from tests.trainers.verl.masked_book import TEMPERATURE, Scores, field_of, require_learned, require_scored
 from tests.trainers.verl.test_verl_data import agent_loop_batch
 from tests.trainers.verl.test_verl_tools import CALL, WIDTHS, Engine, client_of, drawn_from, looped, routes_of
@@ -37,10 +39,8 @@ from tests.trainers.verl.verl_batches import SPEC
 from tests.trainers.verl.verl_engines import make, mean_log_prob, old_log_probs, on_cpu, tensordict
 from tests.trainers.verl.verl_ranks import run
 
-MODULE = "foreroute.trainers.verl.sampling_masks"
 
-
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="module", autouse=True)
 def masks(folder):
     """What naming the module in `external_lib` does, undone after the tests: verl imports it with its configuration."""
     server = importlib.import_module("verl.workers.rollout.vllm_rollout.vllm_async_server")
@@ -51,11 +51,10 @@ def masks(folder):
             (AgentLoopBase, "__init__"),
         ):
             undone.setattr(place, name, getattr(place, name))
-        undone.setattr(EngineRegistry, "_engines", copy.deepcopy(EngineRegistry._engines))
-        undone.delitem(sys.modules, MODULE, raising=False)
-        HFModelConfig(path=folder, external_lib=MODULE)
-        yield sys.modules[MODULE]
-        del sys.modules[MODULE]
+        undone.delitem(sys.modules, MASKS, raising=False)
+        HFModelConfig(path=folder, external_lib=MASKS)
+        yield sys.modules[MASKS]
+        del sys.modules[MASKS]
 
 
 @pytest.fixture(scope="module")
@@ -63,15 +62,13 @@ def scores(folder):
     return Scores(folder)
 
 
-def masked(folder, masks, **settings):
-    engine = make(folder, **settings)
-    assert type(engine) is masks.MaskedRoutingReplayEngine
-    return engine
+def masked(folder, model=None, **settings):
+    return make(folder, model={"external_lib": MASKS} | (model or {}), **settings)
 
 
 @pytest.fixture(scope="module")
-def engine(group, folder, masks):
-    return masked(folder, masks)
+def engine(group, folder):
+    return masked(folder)
 
 
 LAYOUTS = {"packed": {}, "padded": {"use_remove_padding": False}, "with the entropy": {"calculate_entropy": True}}
@@ -98,7 +95,7 @@ def learned(engine, scores):
 
 def without_masks(engine):
     plain = copy.copy(engine)
-    plain.__class__ = type(engine).__mro__[1]
+    plain.model_config = replace(engine.model_config, external_lib=None)
     return plain
 
 
@@ -113,16 +110,16 @@ def test_gradients_are_those_of_dense_logits_and_the_rollout_is_met(engine, scor
         old_log_probs(without_masks(engine), tensordict(scores.batch(), temperature=TEMPERATURE))
 
 
-def test_a_reference_scores_on_the_sets_and_takes_its_own_routes(group, folder, masks, scores, monkeypatch):
+def test_a_reference_scores_on_the_sets_and_takes_its_own_routes(group, folder, scores, monkeypatch):
     monkeypatch.setattr(transformer_impl, "CPUOffloadPolicy", lambda **_: None)  # pins memory, without a GPU
-    reference = masked(folder, masks, forward_only=True)
+    reference = masked(folder, forward_only=True)
     assert reference.routing is None
     found, _ = old_log_probs(reference, tensordict(scores.batch(), temperature=TEMPERATURE))
     for row, own, (_, response) in zip(found, scores.sets, scores.book.pairs, strict=True):
         assert [float(value) == 0 for value in row[-len(response) :]] == [len(ids) < 2 for ids in own]
 
 
-def test_masks_that_do_not_arrive_or_are_of_other_tokens_end_the_run(group, folder, masks, engine, scores):
+def test_masks_that_do_not_arrive_or_are_of_other_tokens_end_the_run(engine, scores):
     with pytest.raises(ReplayError, match=r"sequence 0.*0 sampling"):
         old_log_probs(engine, tensordict(scores.batch("none")))
     first, *others = scores.sets
@@ -136,7 +133,7 @@ def test_masks_that_do_not_arrive_or_are_of_other_tokens_end_the_run(group, fold
     old_log_probs(engine, tensordict(batch, temperature=TEMPERATURE))
 
 
-def test_the_host_waits_for_no_label_and_no_set(masks, monkeypatch):
+def test_the_host_waits_for_no_label_and_no_set(monkeypatch):
     """verl's engine is a stand-in that scores as it does: the device that counts waits cannot hold nested tensors."""
     tokens, vocabulary = torch.tensor([[3, 1, 4, 1, 5], [9, 2, 6, 5, 3]]), 11
     sets = [[[1, 7], [], [5]], [list(range(vocabulary)), [5, 0, 2], [3, 4]]]
@@ -156,8 +153,8 @@ def test_the_host_waits_for_no_label_and_no_set(masks, monkeypatch):
         return transformer_impl.logprobs_from_logits(logits=given, labels=labels, inplace_backward=True)
 
     monkeypatch.setattr(transformer_impl.FSDPEngineWithLMHead, "forward_step", forward_step)
-    engine = object.__new__(masks.MaskedRoutingReplayEngine)
-    engine.ulysses_parallel_group = None
+    engine = object.__new__(RoutingReplayEngine)
+    engine.ulysses_parallel_group, engine.model_config = None, SimpleNamespace(external_lib=MASKS)
     with other_device() as device:
         found = engine.forward_step(MicroBatch(batch, sampling_mask=[field_of(each) for each in sets]), None, False)
         assert not device.reads, device.reads
@@ -173,9 +170,9 @@ def test_the_host_waits_for_no_label_and_no_set(masks, monkeypatch):
 @pytest.mark.shows(
     "verl, FSDP engine", "`use_fused_kernels` with sampling masks", refused="their log-probs are of all tokens"
 )
-def test_log_probs_made_past_the_logits_are_noticed(group, folder, masks, scores):
+def test_log_probs_made_past_the_logits_are_noticed(group, folder, scores):
     with on_cpu():
-        engine = masked(folder, masks, strategy="fsdp", model={"use_fused_kernels": True})
+        engine = masked(folder, strategy="fsdp", model={"use_fused_kernels": True})
         with pytest.raises(ReplayError, match=r"probs.*logits"):
             old_log_probs(engine, tensordict(scores.batch(), use_fused_kernels=True))
 
@@ -188,10 +185,9 @@ def test_ranks_of_ulysses_score_their_part_of_the_rows(folder, scores):
 
 
 def score(folder):
-    importlib.import_module(MODULE)
     scores = Scores(folder)
     with on_cpu():
-        engine = make(folder, ulysses_sequence_parallel_size=2, pad_to_length=True, pad_to_length_bucket=16)
+        engine = masked(folder, ulysses_sequence_parallel_size=2, pad_to_length=True, pad_to_length_bucket=16)
         log_probs, _ = old_log_probs(engine, tensordict(scores.batch(), temperature=TEMPERATURE))
         return log_probs, learned(engine, scores)[0]
 
@@ -226,6 +222,7 @@ def expected_of(answers, response_length):
     return tokens[:kept], [*sets[1:kept], []], logprobs[:response_length], np.array(rows)[:kept, 1:]
 
 
+@pytest.mark.shows("verl, FSDP engine", "agent loop with tools")
 @pytest.mark.parametrize("name", ASKS)
 def test_each_token_has_its_row_and_a_sampled_one_its_set_through_verls_server_client_and_agent_loop(
     name, masks, monkeypatch
@@ -255,7 +252,7 @@ def test_each_token_has_its_row_and_a_sampled_one_its_set_through_verls_server_c
         newer[key] = torch.nested.as_nested_tensor([each[key] for each in fields], layout=torch.jagged)
     for td in (legacy, newer):
         for part, numbers in zip(*rearrange_micro_batches(td, max_token_len=500), strict=True):
-            counts, ids = packed_sets(part)
+            counts, ids = masks.packed_sets(part)
             ends = counts.cumsum()
             found = [sorted(ids[a:b].tolist()) for a, b in zip(ends - counts, ends, strict=True)]
             assert found == [each for number in numbers for each in expected[number][1]]
@@ -268,6 +265,9 @@ def test_each_token_has_its_row_and_a_sampled_one_its_set_through_verls_server_c
             assert np.array_equal(trace.expert_ids_NLK[own][: len(rows)], rows)
             assert packed.trained_N[own].tolist() == [False, *map(bool, sets[:-1])]
         require_routed(trace, form)
+    there = PackedRoutes(PackedBatch(legacy), SPEC, lambda: pytest.fail("refused")).trace()
+    assert np.array_equal(there.valid_N, trace.valid_N)
+    assert np.array_equal(there.expert_ids_NLK, trace.expert_ids_NLK)
 
 
 async def nothing():
@@ -282,6 +282,6 @@ def test_vllm_is_asked_for_masks_by_the_line_that_the_module_names(masks):
     lines = [line.strip() for line in masks.__doc__.splitlines() if "actor_rollout_ref." in line]
     with initialize_config_module("verl.trainer.config", version_base=None):
         ours = compose("ppo_trainer", overrides=lines).actor_rollout_ref
-    assert ours.model.external_lib == MODULE
+    assert ours.model.external_lib == ["foreroute.trainers.verl.fsdp", MASKS]
     asked = server_module.build_cli_args_from_config(dict(ours.rollout.engine_kwargs.vllm))
     assert AsyncEngineArgs.add_cli_args(FlexibleArgumentParser()).parse_args(asked).return_sampling_mask

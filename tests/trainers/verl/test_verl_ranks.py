@@ -1,4 +1,7 @@
-"""Two ranks of verl's FSDP engine in each of its settings: routes, log-probs, metrics and weights are those of all."""
+"""Two ranks of verl's FSDP engine in each of its settings: routes, log-probs, metrics and weights are those of all.
+
+Of our engine, and of verl's own under the patch for it, in which nothing of foreroute.trainers runs.
+"""
 
 from functools import partial
 from unittest import mock
@@ -12,7 +15,8 @@ pytest.importorskip("verl", reason="there is no verl in this environment: run `m
 from examples.verl import verl_on_cpu  # noqa: F401  before verl, in other processes too
 from foreroute.errors import RankError, ReplayError
 from foreroute.mismatch import Sentinel
-from tests.trainers.verl.verl_book import Book, followed, noting_roots, root_rows, watched
+from tests.trainers.given_experts import follows, watched
+from tests.trainers.verl.verl_book import Book, noting_roots, root_rows
 from tests.trainers.verl.verl_engines import full_weights, make, old_log_probs, on_cpu, tensordict, update
 from tests.trainers.verl.verl_ranks import run_each
 
@@ -31,16 +35,33 @@ SETTINGS = {
     "Ulysses, FSDP1, fused": ULYSSES | FSDP1 | FUSED,
     "Ulysses, not replayed": ULYSSES | {"replay": "disabled"},
 }
-R2 = "Ulysses, R2"
+R2 = {"Ulysses, R2": (ULYSSES, {}), "FSDP2, padded, R2": ({}, {"use_remove_padding": False})}
+SAID = {"enable_routing_replay": True}
+"""What verl's workers say of a batch."""
+OF_REPLAY = ("mismatch", "router_replay")
+PLAIN = {"optimizer": "SGD", "weight_decay": 0, "clip_grad": 1e9}
 COUNT = 8
 """Sequences, of which data-parallel ranks have half each, and ranks of Ulysses parts of all."""
 CONTROL = "Ulysses, not replayed"
 REPLAYED = [name for name in SETTINGS if name != CONTROL]
+FUSED_BY_OURS = ("FSDP2, fused", "Ulysses, fused")
+"""Whose output head nobody else gathers."""
+PATHS = [("ours", name) for name in SETTINGS] + [("patch", name) for name in SETTINGS if name not in FUSED_BY_OURS]
 
 
 @pytest.fixture(scope="module")
-def found(folder):
-    return run_each(2, "test_verl_ranks.train", folder, SETTINGS)
+def runs(folder, patched):
+    """Of both engines, what their ranks did."""
+    patched_runs = {name: SETTINGS[name] for who, name in PATHS if who == "patch"}
+    return {
+        "ours": run_each(2, "test_verl_ranks.train", folder, SETTINGS),
+        "patch": run_each(2, "test_verl_upstream.train", folder, patched_runs, patched),
+    }
+
+
+@pytest.fixture(scope="module")
+def found(runs):
+    return runs["ours"]
 
 
 @pytest.fixture(scope="module")
@@ -53,20 +74,23 @@ def exact(book):
     return book.exact()
 
 
-@pytest.mark.parametrize("name", SETTINGS)
-def test_log_probs_are_those_of_one_process_on_the_same_routes(name, found, exact):
+@pytest.mark.parametrize(("who", "name"), PATHS)
+def test_log_probs_are_those_of_one_process_on_the_same_routes(who, name, runs, exact):
     log_probs, rounding = exact
-    for rank in found[name]:
+    for rank in runs[who][name]:
         pairs = zip(rank["sequences"], rank["log_probs"], strict=True)
         apart = [float((ours - log_probs[s]).abs().max()) for s, ours in pairs]
         assert (max(apart) < 8 * rounding) == (name != CONTROL), (apart, rounding)
 
 
 @pytest.mark.shows("verl, FSDP engine", "activation checkpointing, `pad_to_length`")
-@pytest.mark.parametrize("name", REPLAYED)
-def test_experts_are_given_the_routes_in_forward_and_recomputation(name, found):
-    counts = [count for rank in found[name] for count in rank["counts"]]
-    assert set(counts) == {(4, 0)}  # in two layers
+@pytest.mark.parametrize(("who", "name"), PATHS)
+def test_experts_are_given_the_routes_in_forward_and_recomputation(who, name, runs):
+    for rank in runs[who][name]:
+        # in two layers, of the update and of an old pass behind it
+        assert {*rank["calls"]} == {(4, name != CONTROL), (2, name != CONTROL)}
+        if who == "patch" and name != CONTROL:
+            assert min(rank["metrics"]["router_replay/native_disagreement"]) > 0.05
 
 
 @pytest.mark.parametrize("name", SETTINGS)
@@ -110,10 +134,10 @@ def test_all_ranks_end_where_one_cannot_judge(name, found):
 @pytest.mark.shows("verl, FSDP engine", "FSDP1 and FSDP2, packed and padded batches, on two ranks")
 @pytest.mark.shows("verl, FSDP engine", "Ulysses sequence parallelism (flash attention is a stand-in)")
 @pytest.mark.shows("verl, FSDP engine", "`use_fused_kernels` (verl's kernels of torch)")
-@pytest.mark.parametrize("name", SETTINGS)
-def test_weights_are_those_of_one_process_in_float64_after_a_step(name, found, book):
+@pytest.mark.parametrize(("who", "name"), PATHS)
+def test_weights_are_those_of_one_process_in_float64_after_a_step(who, name, runs, book):
     wanted, before = book.descended(share=1 if "Ulysses" in name else 0.5)
-    for rank in found[name]:
+    for rank in runs[who][name]:
         assert rank["weights"].keys() == wanted.keys()
         apart = max(float((rank["weights"][key].double() - wanted[key]).abs().max()) for key in wanted)
         step = max(float((before[key] - wanted[key]).abs().max()) for key in wanted)
@@ -121,45 +145,53 @@ def test_weights_are_those_of_one_process_in_float64_after_a_step(name, found, b
 
 
 @pytest.mark.shows("verl, FSDP engine", "R2")
-def test_r2_records_whole_sequences_of_ranks_that_share_them(found, book):
-    own = np.concatenate([ids for ids, _ in book.native])
-    for rank in found[R2]:
-        assert np.array_equal(rank["recorded"], own)
-        assert rank["counts"]
-        assert all(no == 0 for _, no in rank["counts"])
+@pytest.mark.parametrize(("who", "metric"), [("ours", "mismatch"), ("patch", "router_replay")])
+@pytest.mark.parametrize("name", R2)
+def test_r2_records_whole_sequences_of_ranks_that_share_them(name, who, metric, runs, book):
+    for rank in runs[who][name]:
+        assert np.array_equal(rank["recorded"], np.concatenate([book.native[s][0] for s in rank["sequences"]]))
+        assert rank["calls"]
+        assert all(each for _, each in rank["calls"])
         # of the second update, whose weights are others
-        assert rank["metrics"]["mismatch/native_disagreement"][0] > 0
+        assert max(rank["metrics"][f"{metric}/native_disagreement"]) > 0
         assert "mismatch/disagreement" not in rank["metrics"]
 
 
-def train(folder, runs):
+def train(folder, runs, kind=None):
+    """What a rank did in each run, by our engine or, of the kind "verl", by verl's own."""
     rank, results = dist.get_rank(), {}
     for name, settings in runs.items():
         book = Book(folder, count=COUNT)
-        mine = slice(None) if "Ulysses" in name else slice(COUNT // 2 * rank, COUNT // 2 * (rank + 1))
+        mine = sequences_of(name, rank)
         batch = {name: values[mine] for name, values in book.batch().items()}
         settings = dict(settings)
         old = settings.pop("old", {})  # of the pass whose log-probs are looked at
-        td = partial(tensordict, batch, use_fused_kernels="fused" in name, **settings.pop("batch", {}))
+        td = partial(tensordict, batch, use_fused_kernels="fused" in name, **SAID, **settings.pop("batch", {}))
         with on_cpu():
-            engine = make(folder, optimizer={"optimizer": "SGD", "weight_decay": 0, "clip_grad": 1e9}, lr=1, **settings)
+            engine = make(folder, kind=kind, optimizer=PLAIN, lr=1, **settings)
             old_log_probs(engine, td())  # the first is held against the model's own routes
             with noting_roots(judged := []):
                 log_probs, _ = old_log_probs(engine, td(**old))
-            engine.routing.metrics.__init__()  # so that sums are of one pass
+            if kind is None:
+                engine.routing.metrics.__init__()  # so that sums are of one pass
             old_log_probs(engine, td())
             with watched(engine.module) as forwards:
                 output = update(engine, td())
+                weights, refused = full_weights(engine.module), _refused(engine, td(), rank)
             results[name] = {
                 "sequences": range(COUNT)[mine],
                 "log_probs": log_probs,
                 "judged": judged,
-                "metrics": {key: value for key, value in output["metrics"].items() if key.startswith("mismatch")},
-                "counts": [followed(forward, book)[:2] for forward in forwards],
-                "weights": full_weights(engine.module),
-                "refused": _refused(engine, td(), rank),
+                "metrics": {key: value for key, value in output["metrics"].items() if key.startswith(OF_REPLAY)},
+                "calls": [(len(each.calls), follows(each, book.by_tokens())) for each in forwards],
+                "weights": weights,
+                "refused": refused,
             }
-    return results | {R2: _recorded_and_replayed(folder)}
+    return results | {name: _recorded_and_replayed(name, folder, kind) for name in R2}
+
+
+def sequences_of(name, rank):
+    return slice(None) if "Ulysses" in name else slice(COUNT // 2 * rank, COUNT // 2 * (rank + 1))
 
 
 def _refused(engine, batch, rank):
@@ -177,18 +209,19 @@ def _refused(engine, batch, rank):
             return str(error)
 
 
-def _recorded_and_replayed(folder):
-    book = Book(folder, count=COUNT)
-    batch = tensordict(book.batch(routes=False))
+def _recorded_and_replayed(name, folder, kind):
+    book, mine, (settings, of_batch) = Book(folder, count=COUNT), sequences_of(name, dist.get_rank()), R2[name]
+    given = {key: values[mine] for key, values in book.batch(routes=False).items()}
+    batch = tensordict(given, **SAID, **of_batch)
     with on_cpu():
-        engine = make(folder, "R2", **ULYSSES)
+        engine = make(folder, "R2", kind=kind, **settings)
         _, output = old_log_probs(engine, batch)
         batch["routed_experts"] = output["model_output"]["routed_experts"]
         update(engine, batch)  # moves the weights
         with watched(engine.module) as forwards:
             metrics = update(engine, batch)["metrics"]
-    book.routes = [ids for ids, _ in book.native]
-    # the column of the dense layer stands first
-    recorded = batch["routed_experts"].values()[:, 1:].numpy()
-    counts = [followed(forward, book)[:2] for forward in forwards]
-    return {"recorded": recorded, "counts": counts, "metrics": metrics}
+    own = book.by_tokens([ids for ids, _ in book.native])
+    # ours has a column of the dense layer, which stands first
+    recorded = batch["routed_experts"].values()[:, -2:].numpy()
+    calls = [(len(each.calls), follows(each, own)) for each in forwards]
+    return {"sequences": range(COUNT)[mine], "recorded": recorded, "calls": calls, "metrics": metrics}

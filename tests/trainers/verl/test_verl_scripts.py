@@ -18,6 +18,7 @@ from hydra import compose, initialize_config_module
 from foreroute.errors import ConfigError
 from foreroute.trainers.verl import plugin
 from foreroute.trainers.verl.plugin import require_script
+from foreroute.trainers.verl.settings import MASKS
 
 ACTOR, MODEL, ROLLOUT = (f"actor_rollout_ref.{part}" for part in ("actor", "model", "rollout"))
 ROUTES = f"{ROLLOUT}.enable_rollout_routing_replay=True"
@@ -94,7 +95,7 @@ def test_lines_that_are_missing_are_named_with_the_rest(recwarn):
     said = "\n".join(
         said_of(composed("megatron", *script, LINES["megatron"][0].replace("megatron", "fsdp"), *LINES["megatron"][1:]))
     )
-    for each in ("3 settings", "set it to foreroute.trainers.verl.megatron", "set it to True", "leave it at 0"):
+    for each in ("3 settings", "name foreroute.trainers.verl.megatron", "set it to True", "leave it at 0"):
         assert each in said
     # verl's own engine would pass the mode over
     assert "external_lib is []" in said_of(composed("fsdp", LINES["fsdp"][1], ROUTES, f"{ACTOR}.strategy=fsdp2"))[0]
@@ -137,8 +138,8 @@ def test_sampling_that_the_trainer_does_not_score_on_is_warned_of(recwarn):
 @pytest.mark.shows("verl, FSDP engine", "sampling masks of SGLang", refused="verl hands none on")
 @pytest.mark.shows("verl, Megatron engine", "sampling masks of SGLang", refused="verl hands none on")
 def test_what_sampling_masks_need_or_do_not_go_with_is_named(recwarn):
-    library = f"{MODEL}.external_lib=foreroute.trainers.verl.sampling_masks"
-    masks = [library, LINES["fsdp"][1], ROUTES, f"{ROLLOUT}.top_p=0.9"]
+    library = f"{MODEL}.external_lib=[foreroute.trainers.verl.{{}},{MASKS}]".format
+    masks = [library("fsdp"), LINES["fsdp"][1], ROUTES, f"{ROLLOUT}.top_p=0.9"]
     vllm = [f"{ROLLOUT}.name=vllm", f"+{ROLLOUT}.engine_kwargs.vllm.return_sampling_mask=True", f"{ROLLOUT}.top_k=64"]
     greedy = [f"{ROLLOUT}.val_kwargs.top_k=1", f"{ROLLOUT}.val_kwargs.temperature=1"]
     recwarn.clear()
@@ -150,9 +151,9 @@ def test_what_sampling_masks_need_or_do_not_go_with_is_named(recwarn):
     for each in ("4 settings", "from vLLM alone", "return_sampling_mask=True", "use_fused_kernels", "rollout.top_k"):
         assert each in said
     megatron = [LINES["megatron"][1], ROUTES, *vllm, *greedy]
-    assert said_of(composed("megatron", library.replace("sampling", "megatron_sampling"), *megatron)) == []
-    [line] = said_of(composed("megatron", library, *megatron))
-    assert "set it to foreroute.trainers.verl.megatron_sampling_masks" in line
+    assert said_of(composed("megatron", library("megatron"), *megatron)) == []
+    [line] = said_of(composed("megatron", library("fsdp"), *megatron))
+    assert line.endswith("name foreroute.trainers.verl.megatron")
 
 
 def test_replay_of_verls_own_is_left_alone(monkeypatch):

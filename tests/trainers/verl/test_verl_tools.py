@@ -29,8 +29,6 @@ from foreroute.trainers.verl import trace_of
 from foreroute.trainers.verl.packed_batch import require_routed
 from tests.trainers.verl.test_verl_data import agent_loop_batch
 from tests.trainers.verl.verl_batches import SPEC, telling_routes
-from tests.trainers.verl.verl_book import Book, followed, watched
-from tests.trainers.verl.verl_engines import make, old_log_probs, tensordict
 
 CALL = 'hm <tool_call>{"name": "look_up", "arguments": {"text": "abc"}}</tool_call>'
 WIDTHS = (16, 400)
@@ -152,34 +150,3 @@ def test_turns_without_routes_are_refused(routed, error, message):
     batch = asyncio.run(agent_loop_batch([output], (WIDTHS[0], 400)))
     with pytest.raises(error, match=message):
         require_routed(trace_of(batch, model=SPEC), batch)
-
-
-@pytest.mark.shows("verl, FSDP engine", "agent loop with tools")
-def test_verls_engine_gives_experts_the_routes_of_every_turn(group, folder):
-    """Of which a part is drawn at random, so that the model would not take them by itself."""
-    book, rng = Book(folder, count=1), np.random.default_rng(5)
-
-    def drawn(tokens, request):
-        rows = book.native_of(np.array(tokens))[0][:-1].copy()
-        cells = rng.random(rows.shape[:2]) < 0.1
-        rows[cells] = np.argsort(rng.random((*rows.shape[:2], 8)), axis=-1)[cells][:, :2]
-        book.routes.append(rows)
-        return np.concatenate([np.zeros_like(rows[:, :1]), rows], axis=1).astype(np.uint8)
-
-    outputs, chosen = [], []
-    book.pairs, book.routes = [], []
-    for texts in (["no call"], [CALL, CALL, "and so"]):
-        output = asyncio.run(looped(client_of(Engine(texts, routes=drawn)), response_length=300))
-        outputs.append(output)
-        book.pairs.append((np.array(output.prompt_ids), np.array(output.response_ids)))
-        chosen.append(book.routes[-1])
-    book.routes = chosen
-    batch = asyncio.run(agent_loop_batch(outputs, (WIDTHS[0], 300)))
-    del batch.batch["rollout_log_probs"]  # the server's are none of a model
-    engine = make(folder, "R3", lr=0.0)
-    with watched(engine.module) as forwards:
-        old_log_probs(engine, tensordict(batch.batch, max_token_len_per_gpu=400))
-    own, *replayed = [followed(forward, book) for forward in forwards]
-    assert own[1] > 0  # the first is held against the model's own routes
-    assert sorted(s for *_, sequences in replayed for s in sequences) == [0, 1]
-    assert all((yes, no) == (2, 0) for yes, no, _ in replayed)

@@ -213,16 +213,14 @@ def test_each_kind_of_parallelism_replays_the_routes_and_syncs_the_weights_of_a_
 
 
 @pytest.mark.parametrize(
-    ("engine", "library", "precision", "k3"),
+    ("engine", "libraries", "k3"),
     [
-        ("fsdp2", "sampling_masks", "float32", (0, 1e-9)),
-        ("fsdp2", "fsdp", "float32", (1e-2, np.inf)),
-        ("megatron", "megatron_sampling_masks", "float32", (0, 1e-9)),
+        ("fsdp2", "fsdp,foreroute.trainers.verl.sampling_masks", (0, 1e-9)),
+        ("fsdp2", "fsdp", (1e-2, np.inf)),
+        ("megatron", "megatron,foreroute.trainers.verl.sampling_masks", (0, 1e-9)),
     ],
 )
-def test_each_sampled_token_is_scored_on_the_set_that_vllm_drew_it_from(
-    tmp_path, monkeypatch, engine, library, precision, k3
-):
+def test_each_sampled_token_is_scored_on_the_set_that_vllm_drew_it_from(tmp_path, monkeypatch, engine, libraries, k3):
     """Masks come from vLLM's second model runner, on a CPU with `stand_ins`. Unread, they leave k3 where it was."""
     monkeypatch.setenv("TRITON_INTERPRET", "1")
     monkeypatch.setenv("VLLM_USE_V2_MODEL_RUNNER", "1")
@@ -233,11 +231,11 @@ def test_each_sampled_token_is_scored_on_the_set_that_vllm_drew_it_from(
     policy, folder = tmp_path / "policy", tmp_path / "run"
     demo_cluster.prepare(policy, engine)
     here = "megatron_on_cpu," if engine == "megatron" else ""
-    overrides = [*CUT, f"{MODEL}.external_lib=[{here}foreroute.trainers.verl.{library}]"]
+    overrides = [*CUT, f"{MODEL}.external_lib=[{here}foreroute.trainers.verl.{libraries}]"]
     if engine == "megatron":
         target = "tests.trainers.verl.float32_config.Float32Config"
         overrides += [f"{MEGATRON}.dtype=float32", f"{MEGATRON}._target_={target}"]
-    settings = {"precision": precision, "replay": "R3", "engine": engine}
+    settings = {"precision": "float32", "replay": "R3", "engine": engine}
     ended = run(folder, policy, overrides=overrides, paths=[every], **settings)
     assert ended == 0, demo_cluster.tail(folder)
     found = demo_cluster.metrics(folder)

@@ -1,4 +1,4 @@
-"""The oracle: sequences whose routes are written down, what a plain model makes of them, what experts were given.
+"""The oracle: sequences whose routes are written down, and what a plain model makes of them.
 
 A part of the routes is drawn at random, so that no model would take them. Nothing here asks an engine of verl.
 """
@@ -14,6 +14,7 @@ from foreroute.adapters import hf
 from foreroute.mismatch import Sentinel
 from foreroute.trace import RoutingTrace
 from tests.replay.root_oracle import root_counts
+from tests.trainers.given_experts import drawn_anew, native
 
 PROMPT, RESPONSE = 6, 8
 
@@ -38,13 +39,10 @@ class Book:
 
     def draw(self, rng, replaced, *, spread=0.2, first=0.8):
         """Routes of the pairs, and log-probs so far from those on them; more than twofold, in one token of each."""
-        self.native = [self.native_of(*each) for each in self.sequences()]
+        self.native = [native(self.model, tokens, **given) for tokens, given in self.sequences()]
         self.routes, noise = [], []
         for (_, response), (ids, _) in zip(self.pairs, self.native, strict=True):
-            drawn = ids[:-1].copy()
-            cells = rng.random(drawn.shape[:2]) < replaced
-            drawn[cells] = np.argsort(rng.random((*drawn.shape[:2], 8)), axis=-1)[cells][:, :2]
-            self.routes.append(drawn)
+            self.routes.append(drawn_anew(ids[:-1], replaced, rng))
             noise.append(rng.normal(0, spread, len(response)))
             noise[-1][0] += first
         self.sampled = [
@@ -102,22 +100,20 @@ class Book:
         pairs = zip(self.replayed(), self.sampled, strict=True)
         return np.concatenate([ours[-len(theirs) :].numpy() - theirs for ours, theirs in pairs]).astype(np.float64)
 
-    @torch.no_grad()
-    def native_of(self, tokens, given=None):
-        """int64 [T, 2, 2] and float32 [T - 1]: what the model picks and expects by itself."""
-        with self.routed.record() as recording:
-            logprobs = logprobs_of(self.model, tokens, **given or {})
-        return recording.trace().expert_ids_NLK.astype(np.int64), logprobs.numpy()
+    def by_tokens(self, routes=None):
+        """{tokens: routes}, by default those of the book."""
+        found = zip(self.sequences(), routes or self.routes, strict=True)
+        return {tuple(tokens.tolist()): own for (tokens, _), own in found}
 
     def batch(self, *, routes=True):
         """As verl's agent loop pads it; the layer axis counts dense layers."""
         from tests.trainers.verl.verl_batches import padded
 
         layers = self.model.config.get_text_config().num_hidden_layers
-        by_tokens = {tuple(np.concatenate(pair)): s for s, pair in enumerate(self.pairs)}
+        by_tokens = self.by_tokens()
 
         def wide(tokens):
-            rows = self.routes[by_tokens[tuple(tokens)]]
+            rows = by_tokens[tuple(tokens)]
             dense = layers - rows.shape[1]
             return np.concatenate([np.zeros((len(rows), dense, 2), rows.dtype), rows], axis=1)
 
@@ -150,47 +146,3 @@ def logprobs_of(model, tokens, **given):
     ids = torch.from_numpy(np.asarray(tokens, np.int64))[None]
     logits = model(input_ids=ids, use_cache=False, **given).logits[0, :-1]
     return logits.log_softmax(-1).gather(-1, ids[0, 1:, None])[:, 0]
-
-
-EXPERTS = ("Qwen3MoeExperts", "Qwen3VLMoeTextExperts")
-
-
-@contextmanager
-def watched(module):
-    """Every forward of a model while the context is open: tokens, positions, and calls (layer, ids [N, K])."""
-    forwards, handles = [], []
-    trunk = next(m for m in module.modules() if type(m).__name__.endswith(("Qwen3MoeModel", "Qwen3VLMoeModel")))
-
-    def begin(_, args, kwargs):
-        ids = args[0] if args else kwargs["input_ids"]
-        forwards.append((ids.clone(), kwargs["position_ids"].clone(), []))
-
-    handles.append(trunk.register_forward_pre_hook(begin, with_kwargs=True))
-    for layer, experts in enumerate(m for m in module.modules() if type(m).__name__.endswith(EXPERTS)):
-
-        def note(_, args, layer=layer):
-            forwards[-1][2].append((layer, args[1].detach().numpy().copy()))
-
-        handles.append(experts.register_forward_pre_hook(note))
-    yield forwards
-    for handle in handles:
-        handle.remove()
-
-
-def followed(forward, book):
-    """How many calls of experts were given the book's routes in every row that has one, and how many were not."""
-    tokens, positions, calls = forward
-    flat, where = tokens.reshape(-1).numpy(), positions.reshape(-1).numpy()
-    starts = [int(p) for p in np.flatnonzero(where == 0)]
-    spans = []
-    for start in starts:
-        for s, pair in enumerate(book.pairs):
-            sequence = np.concatenate(pair)
-            if np.array_equal(flat[start : start + len(sequence)], sequence):
-                spans.append((start, s))
-    assert spans
-    yes = [
-        all(np.array_equal(ids[start : start + len(book.routes[s])], book.routes[s][:, layer]) for start, s in spans)
-        for layer, ids in calls
-    ]
-    return sum(yes), len(yes) - sum(yes), [s for _, s in spans]

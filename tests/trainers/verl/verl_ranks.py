@@ -21,9 +21,9 @@ def run(num_ranks, function, *args):
     return [torch.load(io.BytesIO(answer), weights_only=False) for answer in answers]
 
 
-def run_each(num_ranks, function, policy, runs):
+def run_each(num_ranks, function, policy, runs, *args):
     """Of each run, by name, what its ranks did: lists of what `run` gives."""
-    by_rank = run(num_ranks, function, policy, runs)
+    by_rank = run(num_ranks, function, policy, runs, *args)
     return {name: [rank[name] for rank in by_rank] for name in by_rank[0]}
 
 

@@ -77,21 +77,23 @@ class RolloutCapture:
         """Forget the turns of a generation that an error ended."""
         self._turns = []
 
-    def sample_turn(self, prompts: Sequence[Sequence[int]]) -> Any:
-        """Sample a turn with `engine`; give what TRL's `_generate_single_turn` returns."""
-        assert self.engine is not None, "it is asked for before"
-        generation = self.engine.sample(prompts)
+    def take_turn(self, prompts: Sequence[Sequence[int]], sample: Callable[[], Any]) -> Any:
+        """Sample a turn, with `engine` or as TRL does; give what TRL's `_generate_single_turn` returns."""
+        read: Callable[[], tuple[RoutingTrace, Any]]
+        if self.engine is not None:
+            generation = self.engine.sample(prompts)
+            output, read = rollout_output(generation), lambda: (generation.trace, None)
+            result: Any = output["completion_ids"], output["logprobs"]
+        elif self.source is not None and self.is_open:
+            with self.source.watching():
+                result = sample()
+            read = partial(self.source.read, prompts, result[0], self._version)
+        else:
+            return sample()
         if self.is_open:
             with self._guard:
-                self._add_turn(prompts, generation.trace)
-        output = rollout_output(generation)
-        return output["completion_ids"], output["logprobs"]
-
-    def end_turn(self, prompts: Sequence[Sequence[int]], completions: Sequence[Sequence[int]]) -> None:
-        """Read what `source` has watched of a turn."""
-        assert self.source is not None, "it was watching"
-        with self._guard:
-            self._add_turn(prompts, *self.source.read(prompts, completions, self._version))
+                self._add_turn(prompts, *read())
+        return result
 
     def join_rollout(self, prompts: Sequence[Any], completions: Sequence[Any], env_masks: Any) -> Rollout:
         """Join the turns that were captured to the sequences that TRL trains on. Raises where they do not fit."""

@@ -91,15 +91,8 @@ class RoutingReplay:
         return result
 
     def _generate_single_turn(self, prompt_ids: list[list[int]], *args: Any, **options: Any) -> Any:
-        capture, sample = self.routing.capture, super()._generate_single_turn  # type: ignore[misc]
-        if capture.engine is not None:
-            return capture.sample_turn(prompt_ids)
-        if capture.source is None or not capture.is_open:
-            return sample(prompt_ids, *args, **options)
-        with capture.source.watching():
-            result = sample(prompt_ids, *args, **options)
-        capture.end_turn(prompt_ids, result[0])
-        return result
+        sample = partial(super()._generate_single_turn, prompt_ids, *args, **options)  # type: ignore[misc]
+        return self.routing.capture.take_turn(prompt_ids, sample)
 
     def _generate_and_score_completions(self, inputs: list[Any]) -> Any:
         if not self.routing.is_open:

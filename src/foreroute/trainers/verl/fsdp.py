@@ -17,6 +17,7 @@ from typing import Any
 from unittest.mock import patch
 
 import numpy as np
+from numpy.typing import NDArray
 
 from foreroute.adapters.versions import require_peers
 
@@ -28,13 +29,21 @@ from torch import Tensor
 from torch.distributed.fsdp import FSDPModule
 from transformers import PreTrainedModel
 from verl.utils.device import get_device_id
+from verl.workers.engine.fsdp import transformer_impl
 from verl.workers.engine.fsdp.transformer_impl import FSDPEngineWithLMHead
 
 from foreroute.adapters import hf
 from foreroute.trace import RoutingTrace, concatenate
 from foreroute.trainers.checks import check_first_rollout, refuse, require_overridden
 from foreroute.trainers.verl.packed_batch import FIELD, PackedBatch, PackedRoutes
-from foreroute.trainers.verl.passes import ROLLOUT_LOG_PROBS, EnginePasses, ReplayingEngine, add_over, gather_over
+from foreroute.trainers.verl.passes import (
+    ROLLOUT_LOG_PROBS,
+    EnginePasses,
+    ReplayingEngine,
+    add_over,
+    gather_over,
+    scoring,
+)
 from foreroute.trainers.verl.protocol import routed_experts
 from foreroute.trainers.verl.registry import refuse_what_engines_pass_over, replace_engine
 from foreroute.trainers.verl.settings import KEY, Replay, fsdp_refusals, replay_of
@@ -52,7 +61,9 @@ class FSDPRoutingReplay(ReplayingEngine):
     reference, and is left alone.
     """
 
-    model_config: Any  # verl's engine defines it
+    # verl's engine defines these
+    model_config: Any
+    ulysses_parallel_group: Any
     routing: FSDPPasses | None = None
 
     def initialize(self) -> None:
@@ -77,11 +88,13 @@ class FSDPRoutingReplay(ReplayingEngine):
         return super().forward_backward_batch(data, loss_function, forward_only)
 
     def forward_step(self, micro_batch: Any, loss_function: Any, forward_only: bool) -> Any:
-        """Run verl's pass over a micro-batch, with its routes."""
+        """Run verl's pass over a micro-batch, with its routes and on its sets."""
         step = super().forward_step  # type: ignore[misc]
-        if self.routing is None or self.is_reference:
-            return step(micro_batch, loss_function, forward_only)
-        return self.routing.step(step, micro_batch, loss_function)
+        rows_of = partial(_rows_here, self.ulysses_parallel_group)
+        with scoring(self, transformer_impl, "logprobs_from_logits", micro_batch, rows_of):
+            if self.routing is None or self.is_reference:
+                return step(micro_batch, loss_function, forward_only)
+            return self.routing.step(step, micro_batch, loss_function)
 
     @contextmanager
     def disable_adapter(self) -> Iterator[None]:
@@ -158,6 +171,12 @@ class FSDPPasses(EnginePasses):
             parts = gather_over(self._group, recorded)
         lengths = micro_batch["input_ids"].offsets().diff().cpu().numpy()
         return concatenate(parts).take_rows(np.arange(lengths.sum()), lengths)
+
+
+def _rows_here(group: Any, labels: Tensor) -> NDArray[np.integer]:
+    """Find the row of the batch of each label of this rank, of which ranks of Ulysses have equal parts."""
+    rank = 0 if group is None else dist.get_rank(group)
+    return np.arange(rank * len(labels), (rank + 1) * len(labels))
 
 
 def model_of(engine: Any) -> PreTrainedModel:

@@ -34,7 +34,9 @@ import torch.distributed as dist
 import verl
 from megatron.core import parallel_state as mpu
 from numpy.typing import NDArray
+from torch import Tensor
 from verl.utils.device import get_device_id
+from verl.utils.megatron_utils import unwrap_model
 from verl.utils.tensordict_utils import get_non_tensor_data
 from verl.workers.config import EngineRouterReplayConfig
 from verl.workers.engine.megatron import transformer_impl
@@ -48,7 +50,7 @@ from foreroute.trace import RoutingTrace, concatenate
 from foreroute.trainers.checks import check_first_rollout, refuse, require_overridden
 from foreroute.trainers.plan_sums import PlanSums
 from foreroute.trainers.verl.packed_batch import FIELD, PackedBatch, PackedRoutes
-from foreroute.trainers.verl.passes import ROLLOUT_LOG_PROBS, EnginePasses, ReplayingEngine
+from foreroute.trainers.verl.passes import ROLLOUT_LOG_PROBS, EnginePasses, ReplayingEngine, scores_on_masks, scoring
 from foreroute.trainers.verl.planning import PlannedBatch, PlanningMegatronConfig
 from foreroute.trainers.verl.protocol import routed_experts
 from foreroute.trainers.verl.registry import replace_engine
@@ -100,6 +102,17 @@ class MegatronRoutingReplay(ReplayingEngine, MegatronEngineWithLMHead):
                 self.routing = MegatronPasses(self, self._replay)
             if (named := self.routing.routed.native_routers) and not dist.get_rank():
                 LOG.warning("routers beside the decoder route natively, at home, under replay: %s", ", ".join(named))
+
+    def forward_step(self, batch_iter: Iterator[Any], model: Any, **functions: Any) -> Any:
+        """Run verl's pass over a micro-batch, on its sets."""
+        if not (scores_on_masks(self) and unwrap_model(model).post_process):
+            return super().forward_step(batch_iter, model, **functions)
+        data = next(batch_iter)
+        lengths_S = data["input_ids"].offsets().diff().cpu().numpy()
+        rows_of = partial(_rows_here, lengths_S, is_packed=self.engine_config.use_remove_padding)
+        name, group = "vocab_parallel_log_probs_from_logits", mpu.get_tensor_model_parallel_group()
+        with scoring(self, transformer_impl, name, data, rows_of, group):
+            return super().forward_step(iter([data]), model, **functions)
 
 
 class MegatronPasses(EnginePasses):
@@ -266,6 +279,14 @@ def lay_out(lengths_S: NDArray[np.int64], width: int, *, is_packed: bool) -> Lay
     padded_S = _round_up_to_ranks(lengths_S)
     padded_S[-1] += width - padded_S.sum()  # what fills up the whole goes to the last sequence
     return pack(lengths_S, padded_lengths=padded_S)
+
+
+def _rows_here(lengths_S: NDArray[np.int64], labels_BT: Tensor, *, is_packed: bool) -> NDArray[np.integer]:
+    """Find the row of the batch without padding at each place that this rank has a label for, -1 for padding."""
+    num_ranks, rank = mpu.get_context_parallel_world_size(), mpu.get_context_parallel_rank()
+    layout = lay_out(lengths_S, labels_BT.shape[1] * num_ranks, is_packed=is_packed)
+    rows: NDArray[np.integer] = layout.split_context(num_ranks, rank).rows().packed_row_R
+    return rows.reshape(-1, len(labels_BT)).T.reshape(-1)
 
 
 def _round_up_to_ranks(lengths: NDArray[np.int64]) -> NDArray[np.int64]:

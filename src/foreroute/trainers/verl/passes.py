@@ -9,7 +9,7 @@ an update to that step the host reads nothing from the device.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from typing import Any, TypeVar
 
@@ -29,7 +29,7 @@ from foreroute.trainers.plan_sums import PlanSums
 from foreroute.trainers.sentinel import RolloutSentinel
 from foreroute.trainers.verl.packed_batch import FIELD, PackedBatch, require_routed
 from foreroute.trainers.verl.protocol import trace_of, versions_of
-from foreroute.trainers.verl.settings import Replay
+from foreroute.trainers.verl.settings import MASKS, Replay, libraries_of
 from foreroute.trainers.weights_check import WeightsCheck
 
 ROLLOUT_LOG_PROBS = "rollout_log_probs"
@@ -194,6 +194,21 @@ class EnginePasses:
                 "did not keep its output"
             )
         return has_routes or self._replay == "R3"
+
+
+def scores_on_masks(engine: Any) -> bool:
+    """Say whether log-probs of an engine are those on the sets that tokens were drawn from."""
+    return MASKS in libraries_of(engine.model_config)
+
+
+def scoring(engine: Any, *args: Any) -> AbstractContextManager[None]:
+    """Call `scored_on_sets`, where an engine scores on masks."""
+    if not scores_on_masks(engine):
+        return nullcontext()
+    # importing it has rollouts bring masks, which nobody has asked for elsewhere
+    from foreroute.trainers.verl.sampling_masks import scored_on_sets
+
+    return scored_on_sets(*args)
 
 
 def gather_over(group: Any, mine: Value) -> list[Value]:

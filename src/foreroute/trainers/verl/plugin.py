@@ -16,9 +16,11 @@ from verl.utils import config as verl_config
 from foreroute.trainers.checks import Refusals, refuse
 from foreroute.trainers.verl.settings import (
     KEY,
+    MASKS,
     OWN_REPLAY,
     fsdp_refusals,
     grouping_refusals,
+    libraries_of,
     megatron_refusals,
     replay_of,
 )
@@ -26,8 +28,6 @@ from foreroute.trainers.verl.settings import (
 LIBRARY = "actor_rollout_ref.model.external_lib"
 OURS = "foreroute.trainers.verl."
 FSDP = ("fsdp", "fsdp2")
-MASKS = dict.fromkeys(FSDP, f"{OURS}sampling_masks") | {"megatron": f"{OURS}megatron_sampling_masks"}
-"""The library that scores on sampling masks, by strategy."""
 
 
 def require_script(config: Any) -> None:
@@ -35,20 +35,17 @@ def require_script(config: Any) -> None:
     ours, rollout = config.actor_rollout_ref, config.actor_rollout_ref.rollout
     actor = verl_config.omega_conf_to_dataclass(ours.actor)
     engine, mode = actor.engine, replay_of(actor.engine)
-    libraries = ours.model.external_lib or ()
-    libraries = [libraries] if isinstance(libraries, str) else list(libraries)
+    libraries = libraries_of(ours.model)
     is_ours = any(each.startswith(OURS) for each in libraries)
     if mode == "disabled" or (_has_own_replay(actor.strategy) and not is_ours):
         return
     in_the_way: Refusals
-    masks = MASKS.get(actor.strategy, "")
-    masked, can_mask = any(each in libraries for each in MASKS.values()), rollout.get("name") == "vllm"
+    masked, can_mask = MASKS in libraries, rollout.get("name") == "vllm"
     if actor.strategy in FSDP:
-        library = masks if masked else f"{OURS}fsdp"
-        in_the_way = [*_missing_lines(library, libraries, rollout, mode), *fsdp_refusals(engine, ours.model)]
+        in_the_way = [*_missing_lines(f"{OURS}fsdp", libraries, rollout, mode), *fsdp_refusals(engine, ours.model)]
     elif actor.strategy == "megatron":
-        library = masks if masked else f"{OURS}megatron"
-        in_the_way = [*_missing_lines(library, libraries, rollout, mode), *megatron_refusals(engine, ours.model)]
+        lines = _missing_lines(f"{OURS}megatron", libraries, rollout, mode)
+        in_the_way = [*lines, *megatron_refusals(engine, ours.model)]
         if getattr(engine, "packing", "length") == "routes":
             in_the_way += [(wrong, f"packing is routes, and {text}") for wrong, text in grouping_refusals(actor)]
     else:
@@ -59,7 +56,7 @@ def require_script(config: Any) -> None:
     neutral = {"top_p": (None, 1), "top_k": (None, 0, -1)}
     cuts = [f"{name}={rollout[name]}" for name in neutral if rollout[name] not in neutral[name]]
     if mode == "R3" and cuts and not masked:
-        remedy = f"name {masks} in {LIBRARY}, which scores on what was left, or leave them out"
+        remedy = f"name {MASKS} in {LIBRARY} too, which scores on what was left, or leave them out"
         warnings.warn(
             f"{', '.join(cuts)} leave tokens out of the rollout, and verl's trainer scores over all tokens, so that "
             "log-probs of both sides differ on the same experts, and k3 shows it; "
@@ -84,7 +81,7 @@ def _has_own_replay(strategy: str) -> bool:
 def _missing_lines(library: str, libraries: list[str], rollout: Any, mode: str) -> Refusals:
     routes, key = rollout.enable_rollout_routing_replay, "actor_rollout_ref.rollout.enable_rollout_routing_replay"
     return [
-        (library not in libraries, f"{LIBRARY} is {libraries}, without the engine that replays; set it to {library}"),
+        (library not in libraries, f"{LIBRARY} is {libraries}, without the engine that replays; name {library}"),
         (mode == "R3" and not routes, f"{key} is off, so that the rollout returns no routes; set it to True"),
         (mode == "R2" and routes, f"{key} is on, and R2 takes no routes of a rollout; leave it out, or take R3"),
     ]
@@ -96,7 +93,7 @@ def _mask_refusals(ours: Any, *, can_mask: bool) -> Refusals:
     return [
         (
             not can_mask,
-            "a library of sampling masks is named, and they come from vLLM alone; take the one without them",
+            f"{LIBRARY} names {MASKS}, and masks come from vLLM alone; leave it out",
         ),
         (
             not rollout.engine_kwargs.vllm.get("return_sampling_mask"),

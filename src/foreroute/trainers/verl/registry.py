@@ -11,7 +11,7 @@ from typing import Any
 from verl.workers.engine import EngineRegistry
 
 from foreroute.errors import AttachError, ConfigError
-from foreroute.trainers.verl.settings import KEY, OWN_REPLAY, replay_of
+from foreroute.trainers.verl.settings import KEY, MASKS, OWN_REPLAY, libraries_of, replay_of
 
 LANGUAGE_MODEL = "language_model"
 
@@ -56,6 +56,12 @@ def _refuse_ignored_settings(config: Any, engine: Any, model_type: str, backend:
             "language model on CUDA, name foreroute.trainers.verl.megatron in actor_rollout_ref.model.external_lib; "
             "for any other, leave out the line that names PlanningMegatronConfig"
         )
-    replays = backend in OWN_REPLAY or getattr(engine, "replays_routes", False)
-    if model_type == LANGUAGE_MODEL and not replays and replay_of(config) != "disabled":
+    if model_type != LANGUAGE_MODEL or getattr(engine, "replays_routes", False):
+        return
+    if backend not in OWN_REPLAY and replay_of(config) != "disabled":
         raise ConfigError(f"{KEY} is set, and the strategy {backend} has no replay; take fsdp, fsdp2 or megatron")
+    if MASKS in libraries_of(config):
+        raise ConfigError(
+            f"external_lib names {MASKS}, and {engine.__name__}, which verl takes here, scores on no masks; name "
+            "foreroute.trainers.verl.fsdp or .megatron beside it"
+        )

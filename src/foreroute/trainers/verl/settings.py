@@ -12,6 +12,8 @@ Replay = Literal["disabled", "R2", "R3"]
 KEY = "router_replay.mode"
 OWN_REPLAY = ("megatron", "veomni")
 """Strategies whose engines of verl's own replay."""
+MASKS = "foreroute.trainers.verl.sampling_masks"
+"""The library, beside that of an engine, by which the engine scores on sampling masks."""
 FIXED_MICRO_BATCHES = "use_dynamic_bsz is off, without which verl restores no order of outputs; switch it on"
 
 
@@ -29,6 +31,12 @@ def replay_of(engine_config: Any) -> Replay:
         raise ConfigError(f"router_replay has {', '.join(files)}, which nothing reads; save traces with foreroute.save")
     replay: Replay = mode
     return replay
+
+
+def libraries_of(model: Any) -> list[str]:
+    """Read the names in `external_lib` of the configuration of a model; none of another one."""
+    named = getattr(model, "external_lib", None) or ()
+    return [named] if isinstance(named, str) else list(named)
 
 
 def require_supported_by_megatron(config: Any, model: Any, *, replays: bool, plans: bool) -> None:

@@ -1,8 +1,6 @@
 """A server that answers as vLLM does: tokens follow from the seeds, and routes from token and weight version."""
 
 import argparse
-import base64
-import io
 import json
 import os
 import signal
@@ -17,6 +15,7 @@ import numpy as np
 
 import vllm
 from tests.engines.recorded_answers import handler_of
+from tests.wires import npy_text
 
 ARGUMENTS = (
     *("--model", "--dtype", "--max-model-len", "--worker-extension-cls", "--logprobs-mode", "--generation-config"),
@@ -130,9 +129,7 @@ class Engine:
         ids = np.stack(rows)[:, :, : config["num_experts_per_tok"]].astype(np.uint8)
         if self.behaviour == "zero routes":
             ids[:] = 0
-        file = io.BytesIO()
-        np.save(file, ids)
-        return base64.b64encode(file.getvalue()).decode()
+        return npy_text(ids)
 
 
 class Server(ThreadingHTTPServer):
