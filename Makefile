@@ -5,6 +5,8 @@ BIN := $(VENV)/bin
 # environments carry the hash of what they were made from: what has changed is made anew, and nothing else
 hash = $(shell cat $(sort $(1)) | sha256sum | cut -c 1-12)
 INSTALLED := $(VENV)/.ready-$(call hash,pyproject.toml constraints.txt)
+# and what checks and documentation need besides, which tests do not
+CHECKING := $(VENV)/.ready-checks-$(call hash,pyproject.toml constraints.txt)
 # the loops in C++, in one library
 KERNELS := src/foreroute/_kernels.so
 READY := $(INSTALLED) $(KERNELS)
@@ -19,7 +21,7 @@ demo: $(READY)
 	$(BIN)/foreroute demo
 
 # what .ci/run installs, side by side
-environments: $(READY) vllm-env megatron-newest
+environments: $(READY) $(CHECKING) vllm-env megatron-newest
 
 # the demo's task on four expert-parallel ranks of this machine
 demo-ep: $(READY)
@@ -42,7 +44,7 @@ NIGHT := exhaustive robustness kernels processors oldest newest engines settings
 PART ?= $(NIGHT)
 night: $(PART:%=night-%)
 
-check: $(READY)
+check: $(READY) $(CHECKING)
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
 	$(BIN)/mypy
@@ -52,7 +54,7 @@ check: $(READY)
 # what needs no test to run: .ci/run has it beside the tests
 checks: check wheel-check
 
-docs: $(READY)
+docs: $(READY) $(CHECKING)
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
 
 # the keys of docs/train.md and docs/simulate.md, after a change of a key, and docs/settings.md and the table of peers in
@@ -93,15 +95,22 @@ experiments: $(READY) vllm-env
 	$(BIN)/python -m experiments run
 	$(BIN)/python -m experiments page
 
-# torch is installed on its own first, in the pinned version, before anything can ask for another
+# bytecode is made of what is imported, and then: pip would make it of everything
+PIP_INSTALL := $(BIN)/pip install --quiet --no-compile --constraint constraints.txt
+# torch is installed on its own first, in the pinned version, before anything can ask for another; beside it what builds
+# foreroute, which would else be installed twice
 $(INSTALLED):
 	@command -v $(PYTHON) >/dev/null || { echo "there is no $(PYTHON); name a Python from 3.11 on: make PYTHON=python3.12" >&2; exit 1; }
 	@echo "making $(VENV) and installing into it: some minutes, with torch as the largest download"
 	test -d $(VENV) || $(PYTHON) -m venv $(VENV)
 	$(BIN)/pip install --quiet --upgrade pip
-	$(BIN)/pip install --quiet --constraint constraints.txt torch
-	$(BIN)/pip install --quiet --constraint constraints.txt --editable '.[all]' --group dev
+	$(PIP_INSTALL) torch & $(PIP_INSTALL) --group build && wait $$!
+	$(PIP_INSTALL) --no-build-isolation --editable '.[all]' --group test
 	rm -f $(VENV)/.ready*
+	touch $@
+
+$(CHECKING): | $(INSTALLED)
+	$(PIP_INSTALL) --group dev
 	touch $@
 
 kernels: $(KERNELS)

@@ -1,9 +1,10 @@
-# The release as a stranger gets it. Included by the Makefile, which names BIN (the trainer's environment) and READY.
+# The release as a stranger gets it. Included by the Makefile, which names BIN (the trainer's environment), READY and
+# CHECKING.
 
 .PHONY: dist wheel-check release
 
 # sdist and wheel of foreroute, and of foreroute-core, into dist/
-dist: $(READY)
+dist: $(READY) $(CHECKING)
 	rm -rf dist
 	$(BIN)/python make/release.py build dist
 

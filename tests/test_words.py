@@ -75,17 +75,23 @@ def names_of(tree):
             yield node.lineno, node.attr
 
 
-TEXTS = list(texts())
-NAMES = [
-    (f"{source.relative_to(ROOT)}:{line}", name)
-    for source in sorted((ROOT / "src").rglob("*.py"))
-    for line, name in names_of(ast.parse(source.read_text(encoding="utf-8")))
-]
+@pytest.fixture(scope="module")
+def all_texts():
+    return list(texts())
+
+
+@pytest.fixture(scope="module")
+def all_names():
+    return [
+        (f"{source.relative_to(ROOT)}:{line}", name)
+        for source in sorted((ROOT / "src").rglob("*.py"))
+        for line, name in names_of(ast.parse(source.read_text(encoding="utf-8")))
+    ]
 
 
 @pytest.mark.parametrize("word", INSTEAD)
-def test_a_word_is_gone(word):
-    assert not [place for place, text in TEXTS if re.search(word, text, re.IGNORECASE if word[0] == "\\" else 0)]
+def test_a_word_is_gone(all_texts, word):
+    assert not [place for place, text in all_texts if re.search(word, text, re.IGNORECASE if word[0] == "\\" else 0)]
 
 
 def test_words_are_seen_where_they_stand():
@@ -96,8 +102,8 @@ def test_words_are_seen_where_they_stand():
 
 
 @pytest.mark.parametrize("word", NAMES_INSTEAD)
-def test_a_word_is_gone_from_names(word):
-    found = [f"{place} {name}" for place, name in NAMES if re.search(word, snake(name))]
+def test_a_word_is_gone_from_names(all_names, word):
+    found = [f"{place} {name}" for place, name in all_names if re.search(word, snake(name))]
     assert not found, f"instead: {NAMES_INSTEAD[word]}"
 
 

@@ -31,7 +31,9 @@ AFTER_AN_ERROR_S = 1.0
 STOPPED_WITHIN_S = 40
 """torchrun gives its processes 30 s to end before it kills them."""
 IMPORTED = (
+    "numpy.ma",
     "torch.distributed",
+    "torch.distributed.tensor.debug",
     "torch._dynamo",
     "foreroute.adapters.hf",
     "foreroute.ep.transfer.engine",

@@ -13,8 +13,9 @@ from foreroute.testing import megatron_on_cpu  # noqa: E402
 megatron_on_cpu.install()
 
 import megatron.core.models.gpt.gpt_layer_specs  # noqa: E402
+import numpy.ma  # noqa: E402, F401
 import pytest  # noqa: E402, F401
-import torch.distributed  # noqa: E402
+import torch.distributed.tensor.debug  # noqa: E402
 import torch.export._trace  # noqa: E402, F401
 import transformers.models.auto.modeling_auto  # noqa: E402, F401
 from megatron.core.models.gpt import GPTModel  # noqa: E402, F401

@@ -44,9 +44,12 @@ def test_order_of_sums_is_all_that_changes_with_parts_of_experts():
     [
         pytest.param(Cell(ep=2, layers=2), "float32", 2, (), marks=SLOW),
         pytest.param(Cell(ep=2, tp=2, layers=2, dispatcher="allgather"), "master weights", 2, (), marks=BY_NIGHT),
-        pytest.param(Cell(ep=2, layers=2, experts="grouped"), "distributed", 4, (), marks=SLOW),
+        pytest.param(Cell(ep=2, layers=2, experts="grouped"), "distributed", 4, (), marks=BY_NIGHT),
         pytest.param(
-            *(with_settings({"moe_layer_freq": [0, 1]}, ep=2, layers=2), "distributed master weights", 4, ()),
+            with_settings({"moe_layer_freq": [0, 1]}, ep=2, layers=2, experts="grouped"),
+            "distributed master weights",
+            4,
+            (),
             marks=SLOW,
         ),
         pytest.param(Cell(ep=2, layers=2), "float32", 2, {"singleton_local_shards": True}, marks=BY_NIGHT),

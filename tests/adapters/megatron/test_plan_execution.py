@@ -25,18 +25,21 @@ CASES["layers of every shape"] = [
 ]
 """What runs in the same processes: (case, kinds of plans)."""
 BY_NIGHT = (*EXECUTED_BY_NIGHT, "grouped, fused, distributed", "grouped, fused, virtual stages")
+FLEX_BY_NIGHT = "ep2-pp2-vpp2", "ep4, kept slots"
 
 
-@pytest.mark.parametrize(
-    "name",
-    [pytest.param(name, marks=pytest.mark.exhaustive if name in BY_NIGHT else pytest.mark.slow) for name in CASES],
-)
+def by_time(names, by_night, quick=None):
+    times = {quick: ()} | dict.fromkeys(by_night, pytest.mark.exhaustive)
+    return [pytest.param(name, marks=times.get(name, pytest.mark.slow)) for name in names]
+
+
+@pytest.mark.parametrize("name", by_time(CASES, BY_NIGHT))
 def test_losses_gradients_weights_and_state_equal_those_of_the_static_run(name):
     [ranks] = {case.ranks for case, _ in CASES[name]}
     run("test_replicas_inside.check_cases", CASES[name], ranks=ranks, timeout=900)
 
 
-@pytest.mark.parametrize("name", [pytest.param(name, marks=() if name == "ep2" else pytest.mark.slow) for name in FLEX])
+@pytest.mark.parametrize("name", by_time(FLEX, FLEX_BY_NIGHT, quick="ep2"))
 def test_plans_are_executed_by_kernels_that_are_told_places(name):
     cell, ranks, more, kinds = FLEX[name]
     cases = [(on_flex(backend, cell, ranks, **more), kinds) for backend in FLEX_BACKENDS]
