@@ -97,14 +97,14 @@ experiments: $(READY) vllm-env
 
 # bytecode is made of what is imported, and then: pip would make it of everything
 PIP_INSTALL := $(BIN)/pip install --quiet --no-compile --constraint constraints.txt
-# torch is installed on its own first, in the pinned version, before anything can ask for another; beside it what builds
-# foreroute, which would else be installed twice
+# torch is installed first, in the pinned version, before anything can ask for another, and what builds foreroute, which
+# would else be installed twice
 $(INSTALLED):
 	@command -v $(PYTHON) >/dev/null || { echo "there is no $(PYTHON); name a Python from 3.11 on: make PYTHON=python3.12" >&2; exit 1; }
 	@echo "making $(VENV) and installing into it: some minutes, with torch as the largest download"
 	test -d $(VENV) || $(PYTHON) -m venv $(VENV)
 	$(BIN)/pip install --quiet --upgrade pip
-	$(PIP_INSTALL) torch & $(PIP_INSTALL) --group build && wait $$!
+	$(PIP_INSTALL) torch --group build
 	$(PIP_INSTALL) --no-build-isolation --editable '.[all]' --group test
 	rm -f $(VENV)/.ready*
 	touch $@

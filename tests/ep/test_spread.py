@@ -199,14 +199,13 @@ def compiled_layers(rank, folder, backend, is_before):
 @pytest.mark.shows("Hugging Face", '`torch.compile` of layers, with `ep_implementation="foreroute"` under plans')
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("backend", "is_before", "layers"),
-    [("eager", True, 1), pytest.param("aot_eager", False, 2, marks=pytest.mark.exhaustive)],
+    ("backend", "is_before"), [("eager", True), pytest.param("aot_eager", False, marks=pytest.mark.exhaustive)]
 )
 def test_compiled_layers_execute_plans_with_the_same_bits_and_no_recompilation_in_other_cells(
-    workers, folder_of, backend, is_before, layers
+    workers, folder_of, backend, is_before
 ):
     """Before `attach` and behind it. Split sizes are numbers of the host, and others in each cell."""
-    folder = folder_of(num_hidden_layers=layers)
+    folder = folder_of(num_hidden_layers=2)
     for *eager, first, second in workers(2).run(compiled_layers, folder, backend, is_before):
         for (losses, grads), (expected, truth) in zip((first, second), eager, strict=True):
             assert losses == expected

@@ -129,9 +129,9 @@ def test_plans_go_by_the_prices_of_a_topology_file(workers, tmp_path):
     cheap, dear = tmp_path / "cheap.toml", tmp_path / "dear.toml"
     cheap.write_text(TOPOLOGY.format(links="", weight_bytes=1e-3))
     dear.write_text(TOPOLOGY.format(links="node_bytes_per_s = 1e6", weight_bytes=64))
-    (none,) = records_of(workers, config_of(2, topology=str(dear), paths="direct"))
+    (none,) = learn_alike(workers, config_of(2, topology=str(dear), paths="direct"), 1)
     for slots in ("layer", "shared"):
-        (short,) = records_of(workers, config_of(2, topology=str(cheap), plan={"slots": slots}))
+        (short,) = learn_alike(workers, config_of(2, topology=str(cheap), plan={"slots": slots}), 1)
         assert short["execution"]["replicas"] > none["execution"]["replicas"] == 0
         for name, stage in short["execution"]["passes"].items():
             assert stage["priced_options"].pop(name.split()[0]).startswith("by the plan: it saves")
@@ -139,11 +139,6 @@ def test_plans_go_by_the_prices_of_a_topology_file(workers, tmp_path):
     for name, stage in none["execution"]["passes"].items():
         assert stage["priced_options"].pop(name.split()[0]) == "at homes: the plan has no replicas"
         assert set(stage["priced_options"].values()) == {"on: where it saves time"}
-
-
-def records_of(workers, config):
-    """Of one step, which is not held against one process: tests above do that."""
-    return workers(2).run(parallel_steps, config, 1)[0].records
 
 
 def learn_alike(workers, config, count=STEPS, run=parallel_steps):

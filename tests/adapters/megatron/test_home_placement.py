@@ -52,6 +52,10 @@ def test_order_of_sums_is_all_that_changes_with_parts_of_experts():
             (),
             marks=SLOW,
         ),
+        pytest.param(
+            *(with_settings({"moe_layer_freq": [0, 1]}, ep=2, layers=2), "distributed master weights", 4, ()),
+            marks=BY_NIGHT,
+        ),
         pytest.param(Cell(ep=2, layers=2), "float32", 2, {"singleton_local_shards": True}, marks=BY_NIGHT),
     ],
     ids=str,
