@@ -255,8 +255,7 @@ def test_rows_that_buffers_must_hold(files, tmp_path):
     assert "Rows that ranks receive at homes: recompute and update" in shown
     for one in of_traces[1].policies(of_traces[0]):
         assert f"{one.name} {one.largest:,} " in shown
-    words = "counts.safetensors --previous before.safetensors --set pay_off=false"
-    shown = shown_rows(files, words, tmp_path / "b.safetensors")
+    shown = shown_rows(files, "counts.safetensors --previous before.safetensors", tmp_path / "b.safetensors")
     most_before = fr.plan.known_rows(counts(1), home_LE[:2]).rows_MLG.max()
     most = fr.plan.known_rows(counts(), load_plan(tmp_path / "b.safetensors")).rows_MLG.max()
     assert f"the step before's most, of a layer {most_before:,}" in shown

@@ -85,20 +85,6 @@ def test_one_percent_decides_and_each_stage_for_itself():
             assert decided.gains[other] == pytest.approx(expected, rel=1e-9)
 
 
-def test_planning_and_votes_have_prices_where_nobody_gives_any():
-    given, said_nothing = counts(0, 50), CostModel(model=MODEL, hardware=HARDWARE_)
-    free = replace(said_nothing, plan_s_per_count=0.0, begin_s=0.0)
-    none, planning, votes, both = (
-        plan(given, TOPOLOGY, costs=costs)
-        for costs in (free, replace(free, plan_s_per_count=1.5e-7), replace(free, begin_s=4e-3), said_nothing)
-    )
-    for pass_name in PASS_NAMES:
-        assert (none.is_at_home(pass_name), both.is_at_home(pass_name)) == (False, True)
-        saved, *less = (one.gains[pass_name] for one in (none, planning, votes, both))
-        assert saved - less[2] == pytest.approx((saved - less[0]) + (saved - less[1]))
-        assert min(saved - one for one in less) > 0
-
-
 def test_where_nothing_is_priced_or_dropped_the_plan_is_executed():
     given = counts(0, 1)
     for options, costs in ((PlanOptions(), None), (PlanOptions(pay_off=False), COSTS)):

@@ -202,20 +202,64 @@ def paying(found):
     return replace(found, methods=tuple(priced(one, 1.0 if one.is_plan else 2.0) for one in found.methods))
 
 
-def test_what_a_plan_takes_once_a_step_counts(tmp_path):
-    for once_s, begins in (
-        (0.9, "Use the plan:"),
-        (1.2, "Do not use the plan: once a step it takes 1.2 s for planning, publishing and votes, and it saves 1 s"),
-    ):
-        found = replace(paying(case()), once_s=once_s)
-        html = write_plan_page(found, {}, tmp_path / "page.html").read_text()
-        finding = plan_finding(found).replace("\N{NO-BREAK SPACE}", " ")
-        assert finding.startswith(begins)
-        assert finding in text_of(html)
-        assert f'finding {"fine" if begins.startswith("Use") else "warning"}"' in html
-    plan = found.plan
-    assert case().once_s == COSTS.step_seconds(plan.hosts, ONE_NODE)
-    assert "6 cells in 12.3 ms of the processors, 100 ms by the clock" in planning_words(found, 1).replace(
+BOTH_UNPRICED = "Planning and votes are priced at 0 (plan_s_per_count and begin_s of [costs]); “foreroute measure”"
+
+
+@pytest.mark.parametrize(
+    ("unpriced", "elapsed_s", "begins", "said"),
+    [
+        ((), 9.0, "Use the plan:", ""),
+        (("planning", "votes"), 0.25, "Use the plan:", "Planning took 250 ms here (measured), and the plan saves 1 s"),
+        (("planning",), 0.25, "Use the plan:", "Planning is priced at 0 (plan_s_per_count of [costs]);"),
+        (
+            ("planning", "votes"),
+            1.5,
+            "Do not use the plan in a step that waits for its planning, which took 1.5 s here (measured): the plan "
+            "saves 1 s (modelled).",
+            BOTH_UNPRICED,
+        ),
+    ],
+)
+@pytest.mark.usefixtures("unpainted")
+def test_planning_that_nobody_priced_is_set_beside_what_the_plan_saves(tmp_path, unpriced, elapsed_s, begins, said):
+    found = replace(paying(case()), elapsed_s=elapsed_s, unpriced=unpriced, once_s=0.0)
+    html = write_plan_page(found, {}, tmp_path / "page.html").read_text()
+    finding = plan_finding(found).replace("\N{NO-BREAK SPACE}", " ")
+    assert finding.startswith(begins)
+    assert said in finding
+    assert ("foreroute measure" in finding) is bool(unpriced)
+    assert finding in text_of(html)
+    assert f'finding {"fine" if begins.startswith("Use") else "warning"}"' in html
+
+
+@pytest.mark.parametrize(
+    ("unpriced", "said"),
+    [
+        ((), "Do not use the plan: once a step it takes 1.2 s for planning, publishing and votes, and it saves 1 s"),
+        (
+            ("planning",),
+            "took 100 ms here (measured), beside 1.2 s for publishing and votes (modelled): the plan saves",
+        ),
+    ],
+)
+def test_what_a_plan_takes_once_a_step_counts(unpriced, said):
+    finding = plan_finding(replace(paying(case()), once_s=1.2, unpriced=unpriced)).replace("\N{NO-BREAK SPACE}", " ")
+    assert said in finding
+    assert finding.startswith("Do not use the plan")
+
+
+@pytest.mark.parametrize(
+    ("costs", "unpriced"),
+    [({}, ("planning", "votes")), ({"begin_s": 1e-3}, ("planning",)), ({"plan_s_per_count": 1e-9}, ())],
+)
+def test_what_the_cost_model_has_at_0_is_known(costs, unpriced):
+    given, counts = CostModel(model=COSTS.model, hardware=COSTS.hardware, **costs), random_counts(0, (1, 1, 4, 8))
+    plan = random_plan(counts, ONE_NODE, seed=1, moves=0)
+    problem = BalancerInput(counts, ONE_NODE, plan.previous_home_LE, costs=given)
+    found = compare_plan(TimedPlan(plan, {}, 0.1, 0.0123), problem, {"static": BALANCERS["static"]})
+    assert found.unpriced == unpriced
+    assert found.once_s == given.step_seconds(plan.hosts, ONE_NODE)
+    assert "1 cells in 12.3 ms of the processors, 100 ms by the clock" in planning_words(found, 1).replace(
         "\N{NO-BREAK SPACE}", " "
     )
 
@@ -238,9 +282,9 @@ def test_homes_that_move_are_a_cost_of_the_step(moves_s, begins, speedup):
     assert finding.startswith(begins)
     assert "stays, the fastest other balancer" in finding
     row = cells(plan_table(found), "foreroute")
-    assert row["Speedup over static"].startswith(f"{speedup:.2f}")
+    assert row["Speedup over static, home moves too"].startswith(f"{speedup:.2f}")
     assert row["Homes move in, modelled"] == duration(moves_s)
-    assert cells(plan_table(found), "moves")["Speedup over static"].startswith("0.80")
+    assert cells(plan_table(found), "moves")["Speedup over static, home moves too"].startswith("0.80")
 
 
 def test_what_a_pass_saves_is_said_against_the_homes_that_experts_move_to():

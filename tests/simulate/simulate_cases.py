@@ -7,7 +7,6 @@ from foreroute.simulate.engine import ExecutionModel, PassWork
 
 FREE_OF_ALL_BUT_ROWS = {"preset": "h100", "layer_s": 1e-9, "tile_rows": 1, "memory_bytes_per_s": 1e20}
 """Hardware on which few tokens are enough for a plan to pay."""
-NEVER_WAITED_FOR = {"plan_s_per_count": 0.0, "begin_s": 0.0}
 FAST_LINKS = dict.fromkeys(("node_bytes_per_s", "cluster_bytes_per_s", "host_bytes_per_s"), 1e15)
 FAST_LINKS |= dict.fromkeys(("node_latency_s", "cluster_latency_s"), 1e-9)
 
@@ -55,7 +54,7 @@ def small_values(
         "workload": {"micro_steps": micro_steps, "layers": 2, "groups": groups, "tokens_per_rank": 512},
         "execution": {"planning_s": 0.0} | execution,
         "links": links or {},
-        "costs": NEVER_WAITED_FOR | (costs or {"dispatcher": "copies"}),
+        "costs": costs or {"dispatcher": "copies"},
     }
     return values if methods is None else values | {"methods": list(methods)}
 

@@ -105,12 +105,6 @@ def test_a_balancer_cannot_take_a_name_of_ours(name):
         simulate(small_config(), balancers={name: OTHER_BALANCERS["llep"]})
 
 
-def test_votes_are_of_all_layers_and_not_of_those_that_were_drawn():
-    by_votes = (simulate(small_config(costs={"dispatcher": "copies", "begin_s": s})) for s in (0.0, 1e-5, 1e-3))
-    free, cheap, dear = (found["ours"].imbalance for found in by_votes)
-    assert free == cheap < dear
-
-
 def test_no_method_beats_the_bound_and_parts_add_up(everything):
     _, found = everything
     assert len(found.methods) == 11
@@ -123,8 +117,6 @@ def test_no_method_beats_the_bound_and_parts_add_up(everything):
         ):
             assert sum(parts.values()) - parts["waiting for the plan"] == pytest.approx(seconds)
         assert record.share_of_forced_balance == pytest.approx(found.forced_balance_s / record.training_s)
-        waited_s = record.training_s + record.phases.home_moves
-        assert record.speedup_over_static == pytest.approx(found["static"].training_s / waited_s)
         assert record.gpu_hours == pytest.approx(record.step_s * 64 / 3600)
         assert record.gpu_hours_saved == pytest.approx(found["static"].gpu_hours - record.gpu_hours)
         assert record.as_dict()["phases"]["recompute"] == record.phases.recompute

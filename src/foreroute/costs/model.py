@@ -188,7 +188,7 @@ class CostModel:
         prefetch: cells fetched ahead, 0 or more.
         sequence_tokens: sequence length, where none is given.
         trial_s_per_count: seconds to build and price one plan of a cell, per count (G * E).
-        plan_s_per_count: seconds to plan and compile a cell, per count; 0 where steps never wait for it.
+        plan_s_per_count: seconds to plan and compile a cell, per count.
         begin_s: seconds to agree on a plan, per step.
     """
 
@@ -201,10 +201,8 @@ class CostModel:
     # Measured on one core of a virtual machine, for 8 to 64 ranks: pay-off, which prices one plan, takes 7 to 30 ns for
     # a count, traffic with 8 slots, which tries 19 at most, 107 to 186 ns; in kept slots, 38 at most, to 350 ns.
     trial_s_per_count: float = 1e-8
-    # Presumed, so that no plan is executed as if these cost nothing: there, planning and compiling takes 135 to 254 ns
-    # for a count, and two processes agree within 4 ms.
-    plan_s_per_count: float = 1.5e-7
-    begin_s: float = 4e-3
+    plan_s_per_count: float = 0.0
+    begin_s: float = 0.0
 
     def __post_init__(self) -> None:
         if self.dispatcher not in ("copies", "dedup"):

@@ -90,15 +90,20 @@ class Attribution:
 def sentences(found: Attribution, layers: Sequence[RoutedLayer]) -> list[str]:
     """Say which layers carry and began the gap, whose flips it is, and what made the worst token's."""
     carries, began = int(np.argmax(found.carried_L)), int(np.argmax(found.began_L))
-    # where flips take from the gap, no layer makes it
-    if found.routing <= 0 or found.carried_L[carries] <= 0:
+    if found.routing <= 0:
         return [f"Flips make no part of k3: together they add {found.routing:.2e} to {found.k3:.2e} nats."]
-    said = [
-        f"Flips of {layers[carries]} carry the most of routing's part of k3, {found.carried_L[carries]:.2e} of "
-        f"{found.routing:.2e} nats; flips that no other made began the most of it in {layers[began]}, "
-        f"{found.began_L[began]:.2e}. First order, {found.error:.1%} off the exact sums"
-        + ("." if found.error < TRUSTED else ": names hold longer than amounts, which are not to be relied on.")
-    ]
+    if found.carried_L[carries] > 0:
+        said = [
+            f"Flips of {layers[carries]} carry the most of routing's part of k3, {found.carried_L[carries]:.2e} of "
+            f"{found.routing:.2e} nats; flips that no other made began the most of it in {layers[began]}, "
+            f"{found.began_L[began]:.2e}. First order, {found.error:.1%} off the exact sums"
+            + ("." if found.error < TRUSTED else ": names hold longer than amounts, which are not to be relied on.")
+        ]
+    else:
+        said = [
+            f"Flips make {found.routing:.2e} of {found.k3:.2e} nats of k3; first order, {found.error:.1%} off the "
+            "exact sums, does not say in which layer."
+        ]
     share = sum(each.share for each in found.worst)
     if found.own_share is not None:
         said.append(

@@ -144,7 +144,7 @@ def _carried_by_layer(found: Attribution, layers: Sequence[RoutedLayer]) -> Plot
         title="k3 by layer",
         sentence=(
             f"What flips of a layer carry (bars), and what began there (dark): shares of k3, of which routing makes "
-            f"{percentage(found.routing / found.k3)} in all.{own}"
+            f"{percentage(found.routing / found.k3) if found.routing > 0 else 'nothing'} in all.{own}"
         ),
         x_label=layer_label(layers),
         y_label="share of k3",

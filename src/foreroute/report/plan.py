@@ -10,9 +10,10 @@ import numpy as np
 
 from foreroute.costs.pricing import PART_NAMES
 from foreroute.plan.capabilities import EXECUTES, EXECUTOR_NAMES, Ability, on_several_nodes
+from foreroute.plan.options import PASS_NAMES
 from foreroute.report.figure import PART_COLOURS, heat_maps, layer_label
 from foreroute.report.format import TIMES, duration, over_mean, percentage, size, step_time, time_unit, times
-from foreroute.report.methods import BOUND, home_moves, method_table, passes_by_part, worth
+from foreroute.report.methods import BOUND, method_table, passes_by_part, worth
 from foreroute.report.page import Caption, Column, Page, PageSection, Plot, Table, TableRow, Tile, Tone, write_page
 
 if TYPE_CHECKING:
@@ -32,7 +33,7 @@ HEADINGS = (
     "In the worst cell",
     "Recompute and update, modelled",
     "Homes move in, modelled",
-    "Speedup over static",
+    "Speedup over static, home moves too",
     "Experts fetched per cell",
     "Homes moved",
     "Served across nodes",
@@ -87,13 +88,13 @@ def write_plan_page(
 
 def plan_table(found: PlanComparison) -> Table:
     """One row per method, and one for what no plan can beat."""
-    static_s, least_ML = found.methods[0].compared_s, found.least_over_mean_ML
+    static_s, least_ML = found.methods[0].training_s, found.least_over_mean_ML
     limits = {
         "Slowest rank over mean": over_mean(float(least_ML.mean())),
         "In 99 % of cells": over_mean(float(np.quantile(least_ML, 0.99))),
         "In the worst cell": over_mean(float(least_ML.max())),
         "Recompute and update, modelled": step_time(found.least_s),
-        "Speedup over static": times(static_s / found.least_s),
+        "Speedup over static, home moves too": times(static_s / found.least_s),
     }
     title = "The step by method, all modelled but the time of planning"
     return method_table(
@@ -197,22 +198,23 @@ def rows_table(policies: Sequence[Reservation], served: str) -> Table:
 def plan_finding(found: PlanComparison, ways: Sequence[Way] = ()) -> str:
     """Decision whether to use the plan, its worth, and whether less than the plan would do, in a few sentences."""
     known = on_several_nodes(found.plan.topology.num_nodes)
-    return " ".join(filter(None, (known, _verdict(found), _instead(found, ways))))
+    return " ".join(filter(None, (known, _verdict(found), _left_out(found), _instead(found, ways))))
 
 
 def _instead(found: PlanComparison, ways: Sequence[Way]) -> str:
     """What would do as well in this step and the next, where the plan is to be used."""
     from foreroute.simulate.ways import simplest
 
-    if not (ways and found.passes_by_plan and found.pays):
+    # ways are compared as if both passes ran by them
+    if not ways or found.passes_by_plan != list(PASS_NAMES) or not found.pays:
         return ""
     less, plan = simplest(ways, next_steps=True, once_s=found.once_s), ways[-1]
-    is_packed = any(way.name == "packing" for way in ways)
+    packed = "sequences packed by routes"
     if less.name == "packing":
-        what = "Sequences packed by routes do"
+        what = f"{packed.capitalize()} do"
     elif less.name == "homes":
-        packed = "sequences packed by routes and " if is_packed else ""
-        what = f"If the next steps route alike, {packed}homes that move once do"
+        too = f"{packed} and " if any(way.name == "packing" for way in ways) else ""
+        what = f"If the next steps route alike, {too}homes that move once do"
     else:
         return ""
     planning = ", planning too" if found.once_s else ""
@@ -223,15 +225,15 @@ def _instead(found: PlanComparison, ways: Sequence[Way]) -> str:
 
 
 def _verdict(found: PlanComparison) -> str:
-    from foreroute.simulate.records import AS_PLANNED, strongest_other
+    from foreroute.simulate.records import AS_PLANNED, strongest_priced
 
     static, executed = found.methods[0], found.methods[-1]
     # where both passes run by the plan, what was planned is what is executed
     planned = next((one for one in found.methods if one.name == AS_PLANNED), executed)
-    other = strongest_other(found.methods)
+    other = strongest_priced(found.methods)
     # what is executed is compared, not what was planned
-    gain = worth(static.compared_s, executed.compared_s, *(() if other is None else (other.compared_s, other.label)))
-    moves = home_moves(executed)
+    gain = worth(static.step_s, executed.step_s, *(() if other is None else (other.step_s, other.label)))
+    moves = f"homes that move in {duration(executed.moves_s)}, " if executed.moves_s else ""
     loads = {name: over_mean(one.imbalance) for name, one in (("home", static), ("plan", planned))}
     both = f"the slowest rank has {loads['plan']} times the mean load, and {loads['home']} times without balancing"
     passes = found.passes_by_plan
@@ -240,9 +242,17 @@ def _verdict(found: PlanComparison) -> str:
         if found.saved_s <= 0:
             return f"Do not use the plan: by the cost model, {moves}recompute and update are {gain}; {both}."
         saved, once = duration(found.saved_s), duration(found.once_s)
+        rest = f"{moves}recompute and update are {gain}, by the cost model; {both}."
+        if not found.unpriced:
+            return (
+                f"Do not use the plan: once a step it takes {once} for planning, publishing and votes, and it saves "
+                f"{saved} (modelled). Without them, {rest}"
+            )
+        others = "publishing" if "votes" in found.unpriced else "publishing and votes"
+        besides = f", beside {once} for {others} (modelled)" if found.once_s else ""
         return (
-            f"Do not use the plan: once a step it takes {once} for planning, publishing and votes, and it saves "
-            f"{saved} (modelled). Without them, {moves}recompute and update are {gain}, by the cost model; {both}."
+            f"Do not use the plan in a step that waits for its planning, which took {duration(found.elapsed_s)} "
+            f"here (measured){besides}: the plan saves {saved} (modelled). Without that, {rest}"
         )
     if len(passes) == 2:
         return f"Use the plan: by the cost model, {moves}recompute and update are {gain}; {both}."
@@ -260,12 +270,28 @@ def _verdict(found: PlanComparison) -> str:
             f"rank has {over_mean(executed.imbalance)} times the mean load. By the cost model, {moves}recompute and "
             f"update are together {gain}."
         )
-    would = worth(static.compared_s, planned.compared_s)
     return (
         f"Do not use the plan: both passes run with every expert at its home, where the slowest rank has "
         f"{over_mean(executed.imbalance)} times the mean load. Under the plan it would have {loads['plan']} times the "
-        f"mean, and {moves}recompute and update would be {would}, by the cost model, without what a plan takes once a "
-        "step: planning, publishing, votes."
+        f"mean, and {moves}recompute and update would be {worth(static.step_s, planned.step_s)}, by the cost model, "
+        "without what a plan takes once a step: planning, publishing, votes."
+    )
+
+
+def _left_out(found: PlanComparison) -> str:
+    """What a verdict for the plan leaves out, since the cost model has it at 0."""
+    if not (found.unpriced and found.passes_by_plan):
+        return ""
+    keys = {"planning": "plan_s_per_count", "votes": "begin_s"}
+    what, named = (" and ".join(words) for words in (found.unpriced, [keys[what] for what in found.unpriced]))
+    beside = (
+        f" Planning took {duration(found.elapsed_s)} here (measured), and the plan saves "
+        f"{duration(found.saved_s)} (modelled)." * found.pays
+    )
+    return (
+        f"{what.capitalize()} {'are' if len(found.unpriced) > 1 else 'is'} priced at 0 ({named} of [costs]); "
+        f"“foreroute measure” times and prices them.{beside} A step waits for as much of planning as does not run "
+        "beside other work."
     )
 
 

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from foreroute.plan.capabilities import SEVERAL_NODES, Ability
 from foreroute.report.figure import PART_COLOURS, stacked_bars
 from foreroute.report.format import AS_FAST, as_fast, duration, flattened, percentage, step_time, times
-from foreroute.report.methods import BOUND, home_moves, method_table, modelled, named, passes_by_part, worth
+from foreroute.report.methods import BOUND, method_table, modelled, named, passes_by_part, worth
 from foreroute.report.page import Caption, Column, Page, PageSection, Plot, Table, TableRow, Tile, write_page
 
 if TYPE_CHECKING:
@@ -19,12 +19,12 @@ HEADINGS = (
     "Method",
     "Executed",
     "Recompute and update, modelled",
-    "Homes move in, modelled",
     "Speedup over static",
     "Share of forced balance",
     "Share of the bound",
     "Slowest rank over mean",
     "Wait for the plan",
+    "Home moves",
     "Exposed transfers",
     "Groups wait",
     "Experts fetched per cell",
@@ -42,8 +42,7 @@ PHASE_COLOURS = {
     "optimizer": "#44BB99",
 }
 METHODS = (
-    "All methods serve the same tokens, and are compared by the time of recompute and update, and of homes that move "
-    "before them; homes that move once and then stay cost it once.",
+    "All methods serve the same tokens, and are compared by the time of recompute and update.",
     "A cell is one routed layer in one micro-step; the load of its slowest rank over the mean is given on average "
     "over all cells.",
     "Exposed transfers are the share of recompute and update in which ranks wait for weights or gradients that move; "
@@ -92,7 +91,7 @@ def simulation_table(record: SimulationRecord) -> Table:
         label: {
             "Executed": "no",
             "Recompute and update, modelled": step_time(seconds),
-            "Speedup over static": times(record["static"].compared_s / seconds),
+            "Speedup over static": times(record["static"].training_s / seconds),
             "Share of forced balance": percentage(record.forced_balance_s / seconds),
             "Share of the bound": percentage(record.bound_s / seconds),
         }
@@ -111,23 +110,22 @@ def simulation_finding(record: SimulationRecord) -> str:
     if main.name == "static":
         return (
             f"{by}, forced balance would make recompute and update "
-            f"{as_fast(static.compared_s, record.forced_balance_s)} static; no other method was simulated."
+            f"{as_fast(static.training_s, record.forced_balance_s)} static; no other method was simulated."
         )
-    beside = () if other is None else (other.compared_s, named(other, record))
-    gain, best = worth(static.compared_s, main.compared_s, *beside), fastest_plan(record.methods)
+    beside = () if other is None else (other.training_s, named(other, record))
+    gain, best = worth(static.training_s, main.training_s, *beside), fastest_plan(record.methods)
     # the page is about the first plan of the configuration, which need not be the fastest
-    if main.compared_s > AS_FAST * best.compared_s:
+    if main.training_s > AS_FAST * best.training_s:
         against = other or main
-        gain += f"; {named(best, record)} is {as_fast(against.compared_s, best.compared_s)} {against.label}"
-    moves = home_moves(main)
+        gain += f"; {named(best, record)} is {as_fast(against.training_s, best.training_s)} {against.label}"
     if main.step_s <= AS_FAST * static.step_s:
-        return f"{by}, {named(main, record)} makes {moves}recompute and update {gain}."
+        return f"{by}, {named(main, record)} makes recompute and update {gain}."
     # a faster pass may be bought by planning or moves; the finding must not hide it
     longest = max(range(len(main.phases)), key=lambda phase: main.phases[phase] - static.phases[phase])
     added = f"{duration(main.phases[longest])} more of {main.phases._fields[longest].replace('_', ' ')}"
     return (
         f"{by}, {named(main, record)} makes the whole step {as_fast(static.step_s, main.step_s)} static, with {added}; "
-        f"it makes {moves}recompute and update alone {gain}."
+        f"it makes recompute and update alone {gain}."
     )
 
 
@@ -232,7 +230,7 @@ def _page(record: SimulationRecord, config: SimulateConfig, fit: FitRecord | Non
     sections = [PageSection(heading="Where the time goes", texts=(seconds_are,), plots=plots)]
     rollout = f"with {step_time(record.rollout_s)} of rollout" if record.rollout_s else "without its rollout"
     before_it = (
-        "The wait for the plan and publishing come before the recompute and are in no other column but "
+        "The wait for the plan, home moves and publishing come before the recompute and are in no other column but "
         f"GPU-hours, which count all phases of the step, {rollout}, reduction and optimizer among them."
     )
     notes = (executed(record), *METHODS[:2], before_it, *METHODS[2:])

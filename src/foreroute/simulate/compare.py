@@ -20,14 +20,14 @@ from foreroute.planner.plan_step import OnProgress, plan_and_why
 from foreroute.simulate.balancers import Balancer, BalancerInput
 from foreroute.simulate.methods import BALANCERS, Loads, ServedStep, all_at_home, over, serve
 from foreroute.simulate.optimizer_step import move_seconds
-from foreroute.simulate.records import AS_PLANNED, MethodRecord, load_figures
+from foreroute.simulate.records import AS_PLANNED, PricedMethod, load_figures
 
 Floats = NDArray[np.float64]
 
 
 def compare(
     problem: BalancerInput, costs: CostModel, balancers: Mapping[str, Balancer] = BALANCERS
-) -> Iterator[MethodRecord]:
+) -> Iterator[PricedMethod]:
     """Yield the record of each balancer. Those that plan from the step before are skipped when it is not known.
 
     Raises `CountsError` or `TopologyError` when counts, homes and ranks do not fit each other.
@@ -41,7 +41,7 @@ def compare(
 
 def figures_of(
     plan: StepPlan, counts_MLGE: NDArray[np.integer], costs: CostModel, *, label: str, planning_s: float
-) -> MethodRecord:
+) -> PricedMethod:
     """The record of a plan that is there already, as executors serve it: at homes in a pass that gains too little.
 
     Raises `CountsError` when the counts are of another shape than the plan's; `verify` says whether it is of them.
@@ -54,7 +54,7 @@ def figures_of(
     return record_of(served, plan.topology, costs, name=label, label=label)
 
 
-def record_of(served: ServedStep, topology: Topology, costs: CostModel, *, name: str, label: str) -> MethodRecord:
+def record_of(served: ServedStep, topology: Topology, costs: CostModel, *, name: str, label: str) -> PricedMethod:
     """Price a served step by the cost model, one cell after another."""
     # most methods serve both passes alike, and are priced once
     by_hosts = {
@@ -63,7 +63,7 @@ def record_of(served: ServedStep, topology: Topology, costs: CostModel, *, name:
     recompute, update = (
         dict(zip(PART_NAMES, by_hosts[id(hosts)][s].tolist(), strict=True)) for s, hosts in enumerate(served.passes)
     )
-    return MethodRecord(
+    return PricedMethod(
         name=name,
         label=label,
         recompute_parts=recompute,
@@ -118,7 +118,7 @@ class PlanComparison:
     plan: StepPlan  # of the step
     # static first; the plan as executors serve it last. Where a pass runs at homes, the plan as if both passes ran by
     # it stands before it, named `AS_PLANNED`.
-    methods: tuple[MethodRecord, ...]
+    methods: tuple[PricedMethod, ...]
     # loads of static, and of the plan if both passes ran by it
     at_home: Loads
     planned: Loads
@@ -128,16 +128,17 @@ class PlanComparison:
     least_s: float  # no plan takes less for the step, by the cost model; see `pricing.least_seconds`
     once_s: float  # what the plan takes once a step, as priced: planning, votes, publishing; 0 where no pass runs by it
     elapsed_s: float  # wall time of planning; records have processor seconds
+    unpriced: tuple[str, ...]  # what the cost model has at 0 seconds where it does not price planning: that, and votes
 
     @property
     def saved_s(self) -> float:
         """Seconds that the plan saves as it is executed, against static; homes that move are paid from it."""
-        return self.methods[0].compared_s - self.methods[-1].compared_s
+        return self.methods[0].step_s - self.methods[-1].step_s
 
     @property
     def pays(self) -> bool:
-        """Whether it saves more than it takes once a step."""
-        return self.saved_s > self.once_s
+        """Whether it saves more than it takes once a step; planning as it was measured, where it has no price."""
+        return self.saved_s > self.once_s + (self.elapsed_s if self.unpriced else 0.0)
 
     @property
     def passes_by_plan(self) -> list[PassName]:
@@ -178,4 +179,5 @@ def compare_plan(
         least_s=float(least_seconds(counts, plan.topology, costs).sum()),
         once_s=0.0 if all(map(plan.is_at_home, PASS_NAMES)) else costs.step_seconds(plan.hosts, plan.topology),
         elapsed_s=found.elapsed_s,
+        unpriced=() if costs.plan_s_per_count else ("planning", "votes") if costs.begin_s == 0 else ("planning",),
     )

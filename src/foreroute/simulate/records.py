@@ -41,7 +41,6 @@ class MethodRecord:
         fetches_per_cell: experts whose weights are moved for a cell.
         cross_node_share: share of the assignments that are served on another node than their token's.
         home_moves: experts that get another home before the step.
-        moves_s: seconds of these, with optimizer state.
         planning_s: processor seconds of planning, from counts to token splits, on one thread.
     """
 
@@ -55,7 +54,6 @@ class MethodRecord:
     fetches_per_cell: float
     cross_node_share: float
     home_moves: int
-    moves_s: float
     planning_s: float
 
     @property
@@ -74,19 +72,30 @@ class MethodRecord:
 
     @property
     def training_s(self) -> float:
-        """Seconds of both passes."""
+        """Seconds of both passes: what methods are compared by."""
         return sum(self.pass_s)
-
-    @property
-    def compared_s(self) -> float:
-        """Both passes, and the homes that move before them: what methods are compared by."""
-        return self.training_s + self.moves_s
 
     @property
     def exposed_share(self) -> float:
         """Share of both passes that waits for weights and gradients that move."""
         exposed = self.recompute_parts["exposed transfers"] + self.update_parts["exposed transfers"]
         return exposed / self.training_s
+
+
+@dataclass(frozen=True, kw_only=True)
+class PricedMethod(MethodRecord):
+    """One method on one step of one group, priced cell by cell.
+
+    Attributes:
+        moves_s: seconds of the experts that move before the step, with optimizer state.
+    """
+
+    moves_s: float
+
+    @property
+    def step_s(self) -> float:
+        """Both passes, and the homes that move before them."""
+        return self.training_s + self.moves_s
 
 
 def load_figures(loads: Sequence[Loads]) -> dict[str, float]:
@@ -113,7 +122,7 @@ class SimulatedMethod(MethodRecord):
         phases: seconds of each phase, of the slowest group.
         share_of_forced_balance: recompute and update under forced balance, over those of this method. It can exceed 1.
         share_of_bound: the least that any plan can take for these, over those of this method. It cannot exceed 1.
-        speedup_over_static: of recompute and update, where homes that move count too.
+        speedup_over_static: of recompute and update.
         groups_waiting: share of recompute and update that a group waits for the slowest one, on average.
         moved_bytes: what a GPU sends in a step, on average, by what it is and link: host, node, cluster. Fetches from
             host memory are counted where they arrive.
@@ -197,6 +206,12 @@ def strongest_other(records: Sequence[Record]) -> Record | None:
     return _fastest(others) if plans and others else None
 
 
+def strongest_priced(records: Sequence[PricedMethod]) -> PricedMethod | None:
+    """As `strongest_other`, where homes that move count too."""
+    plans, others = _balanced(records)
+    return min(others, key=lambda record: record.step_s) if plans and others else None
+
+
 def compared(records: Sequence[Record]) -> list[Record]:
     """The few methods that plots compare with static: the headline, the fastest plan, the fastest other one."""
     plans, others = _balanced(records)
@@ -217,4 +232,4 @@ def _balanced(records: Sequence[Record]) -> tuple[list[Record], list[Record]]:
 
 
 def _fastest(records: Sequence[Record]) -> Record:
-    return min(records, key=lambda record: record.compared_s)
+    return min(records, key=lambda record: record.training_s)

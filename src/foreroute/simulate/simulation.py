@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
 from typing import NamedTuple
 
 import numpy as np
@@ -60,9 +59,6 @@ def simulate(
     served: dict[str, list[_ServedGroup]] = {name: [] for name in methods}
     done, total = 0, len(steps) * len(methods)
     for step in steps:
-        # layers that were drawn stand for all, so that votes, once a step, are not theirs alone
-        share = step.counts_MLGE.shape[1] / cluster.costs.model.num_layers
-        planned_by = replace(cluster.costs, begin_s=share * cluster.costs.begin_s)
         # the limits are of the same tokens, so that shares of them compare like with like
         level = EPGroup.of(forced_balance(step), step, cluster.costs, overlap=overlap)
         forced.append(level.run())
@@ -70,7 +66,7 @@ def simulate(
         for name, method in methods.items():
             if on_progress is not None:
                 on_progress(method.label, done, total)
-            planned = serve(method, step, planned_by, most_timings=most_timings)
+            planned = serve(method, step, cluster.costs, most_timings=most_timings)
             group = EPGroup.of(planned, step, cluster.costs, overlap=overlap)
             served[name].append(_ServedGroup.of(group, planned, config))
             done += 1
@@ -186,13 +182,12 @@ def _method(
         recompute_parts=dict(zip(PARTS, slowest[0].parts_X.tolist(), strict=True)),
         update_parts=dict(zip(PARTS, slowest[1].parts_X.tolist(), strict=True)),
         home_moves=max(group.home_moves for group in groups),
-        moves_s=phases.home_moves,
         planning_s=max(group.planning_s for group in groups),
         not_executed=not_executed(method, config),
         phases=phases,
         share_of_forced_balance=limits[0] / training_s,
         share_of_bound=limits[1] / training_s,
-        speedup_over_static=1.0 if static is None else static.compared_s / (training_s + phases.home_moves),
+        speedup_over_static=1.0 if static is None else static.training_s / training_s,
         groups_waiting=1 - busy_s / training_s,
         moved_bytes=_means([group.moved_bytes for group in groups]) | reduced,
         gpu_hours=hours,
