@@ -105,8 +105,7 @@ $(INSTALLED):
 	test -d $(VENV) || $(PYTHON) -m venv $(VENV)
 	$(BIN)/pip install --quiet --upgrade pip
 	$(PIP_INSTALL) torch --group build
-	$(PIP_INSTALL) --no-build-isolation --no-deps --editable .
-	$(PIP_INSTALL) 'foreroute[all]' --group test
+	$(PIP_INSTALL) --no-build-isolation --editable '.[all]' --group test
 	rm -f $(VENV)/.ready*
 	touch $@
 
