@@ -70,8 +70,8 @@ def _refuse_ignored_settings(configs: list[Any], engine: Any, model_type: str, b
     # first, since whoever names masks has begun to name libraries
     if any(MASKS in libraries_of(config) for config in configs):
         raise ConfigError(
-            f"external_lib names {MASKS}, and {engine.__name__}, which verl takes for the strategy {backend}, scores on "
-            f"no masks; {remedy}"
+            f"external_lib names {MASKS}, and {engine.__name__}, which verl takes for the strategy {backend}, scores "
+            f"on no masks; {remedy}"
         )
     if backend not in OWN_REPLAY and any(replay_of(config) != "disabled" for config in configs):
         raise ConfigError(
