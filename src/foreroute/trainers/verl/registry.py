@@ -64,9 +64,7 @@ def _refuse_ignored_settings(configs: list[Any], engine: Any, model_type: str, b
         )
     if model_type != LANGUAGE_MODEL or getattr(engine, "replays_routes", False):
         return
-    remedy = (
-        f"name {LIBRARIES[backend]} in external_lib too" if backend in LIBRARIES else "take fsdp, fsdp2 or megatron"
-    )
+    remedy = f"add {LIBRARIES[backend]} to external_lib" if backend in LIBRARIES else "take fsdp, fsdp2 or megatron"
     # first, since whoever names masks has begun to name libraries
     if any(MASKS in libraries_of(config) for config in configs):
         raise ConfigError(
