@@ -123,6 +123,15 @@ def one_late(output):
     output["routed_experts"] = [np.roll(each, 1, axis=0) for each in output["routed_experts"]]
 
 
+def of_neighbours(output):
+    """Each takes the routes of the next sequence that is as long, so that only their content tells."""
+    routes = output["routed_experts"]
+    behind = [[*routes[s:], *routes[:s]] for s in range(1, len(routes) + 1)]
+    output["routed_experts"] = [
+        next(each for each in others if len(each) == len(own)) for own, others in zip(routes, behind, strict=True)
+    ]
+
+
 def dense():
     config = policy().config.to_dict() | {"intermediate_size": 64}
     torch.manual_seed(0)
@@ -173,6 +182,7 @@ UNMEASURED = {
     "cache": ({"model": generating(by_beams)}, "key-value cache"),
     "processors": ({"model": generating(past_the_processors)}, "past its logits processors: return the routes"),
     "one-late": ({"rollout_func": returning(one_late)}, "shift"),
+    "neighbours": ({"rollout_func": returning(of_neighbours)}, "permutation"),
     "own-loss": ({"kind": OwnLoss, "num_iterations": 1, "steps_per_generation": 2}, "computed a loss without"),
     "dense": ({"model": dense}, "no router"),
     "prompt-tuning": ({"peft_config": PROMPT_TUNING}, "prompt and prefix tuning"),

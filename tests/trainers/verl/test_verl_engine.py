@@ -244,6 +244,11 @@ def test_an_engine_that_has_no_replay_is_refused_where_one_or_masks_are_asked_fo
     masked = SimpleNamespace(external_lib=["one", MASKS])
     with pytest.raises(ConfigError, match=r"Elsewhere.*masks"):
         EngineRegistry.new("language_model", "elsewhere", engine_config=plain, model_config=masked)
+    # of one where there is a replay, the library is named that is missing
+    monkeypatch.setitem(EngineRegistry._engines["language_model"], "fsdp2", dict.fromkeys(("cpu", "cuda"), Elsewhere))
+    for models, what in (({"model_config": masked}, "masks"), ({}, "replay")):
+        with pytest.raises(ConfigError, match=rf"{what}; add foreroute\.trainers\.verl\.fsdp to external_lib"):
+            EngineRegistry.new("language_model", "fsdp2", engine_config=asks, **models)
     Elsewhere.replays_routes = True
     made = EngineRegistry.new("language_model", "elsewhere", engine_config=asks, model_config=masked)
     assert made.engine_config is asks

@@ -222,7 +222,6 @@ def expected_of(answers, response_length):
     return tokens[:kept], [*sets[1:kept], []], logprobs[:response_length], np.array(rows)[:kept, 1:]
 
 
-@pytest.mark.shows("verl, FSDP engine", "agent loop with tools")
 @pytest.mark.parametrize("name", ASKS)
 def test_each_token_has_its_row_and_a_sampled_one_its_set_through_verls_server_client_and_agent_loop(
     name, masks, monkeypatch

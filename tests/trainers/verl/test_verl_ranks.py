@@ -50,18 +50,21 @@ PATHS = [("ours", name) for name in SETTINGS] + [("patch", name) for name in SET
 
 
 @pytest.fixture(scope="module")
-def runs(folder, patched):
-    """Of both engines, what their ranks did."""
-    patched_runs = {name: SETTINGS[name] for who, name in PATHS if who == "patch"}
-    return {
-        "ours": run_each(2, "test_verl_ranks.train", folder, SETTINGS),
-        "patch": run_each(2, "test_verl_upstream.train", folder, patched_runs, patched),
-    }
+def found(folder):
+    """What ranks of our engine did."""
+    return run_each(2, "test_verl_ranks.train", folder, SETTINGS)
 
 
 @pytest.fixture(scope="module")
-def found(runs):
-    return runs["ours"]
+def of_patch(folder, patched):
+    """What ranks of verl's own did."""
+    settings = {name: SETTINGS[name] for who, name in PATHS if who == "patch"}
+    return run_each(2, "test_verl_upstream.train", folder, settings, patched)
+
+
+@pytest.fixture
+def runs(who, request):
+    return request.getfixturevalue({"ours": "found", "patch": "of_patch"}[who])
 
 
 @pytest.fixture(scope="module")
@@ -75,9 +78,9 @@ def exact(book):
 
 
 @pytest.mark.parametrize(("who", "name"), PATHS)
-def test_log_probs_are_those_of_one_process_on_the_same_routes(who, name, runs, exact):
+def test_log_probs_are_those_of_one_process_on_the_same_routes(name, runs, exact):
     log_probs, rounding = exact
-    for rank in runs[who][name]:
+    for rank in runs[name]:
         pairs = zip(rank["sequences"], rank["log_probs"], strict=True)
         apart = [float((ours - log_probs[s]).abs().max()) for s, ours in pairs]
         assert (max(apart) < 8 * rounding) == (name != CONTROL), (apart, rounding)
@@ -86,7 +89,7 @@ def test_log_probs_are_those_of_one_process_on_the_same_routes(who, name, runs, 
 @pytest.mark.shows("verl, FSDP engine", "activation checkpointing, `pad_to_length`")
 @pytest.mark.parametrize(("who", "name"), PATHS)
 def test_experts_are_given_the_routes_in_forward_and_recomputation(who, name, runs):
-    for rank in runs[who][name]:
+    for rank in runs[name]:
         # in two layers, of the update and of an old pass behind it
         assert {*rank["calls"]} == {(4, name != CONTROL), (2, name != CONTROL)}
         if who == "patch" and name != CONTROL:
@@ -135,9 +138,9 @@ def test_all_ranks_end_where_one_cannot_judge(name, found):
 @pytest.mark.shows("verl, FSDP engine", "Ulysses sequence parallelism (flash attention is a stand-in)")
 @pytest.mark.shows("verl, FSDP engine", "`use_fused_kernels` (verl's kernels of torch)")
 @pytest.mark.parametrize(("who", "name"), PATHS)
-def test_weights_are_those_of_one_process_in_float64_after_a_step(who, name, runs, book):
+def test_weights_are_those_of_one_process_in_float64_after_a_step(name, runs, book):
     wanted, before = book.descended(share=1 if "Ulysses" in name else 0.5)
-    for rank in runs[who][name]:
+    for rank in runs[name]:
         assert rank["weights"].keys() == wanted.keys()
         apart = max(float((rank["weights"][key].double() - wanted[key]).abs().max()) for key in wanted)
         step = max(float((before[key] - wanted[key]).abs().max()) for key in wanted)
@@ -147,8 +150,8 @@ def test_weights_are_those_of_one_process_in_float64_after_a_step(who, name, run
 @pytest.mark.shows("verl, FSDP engine", "R2")
 @pytest.mark.parametrize(("who", "metric"), [("ours", "mismatch"), ("patch", "router_replay")])
 @pytest.mark.parametrize("name", R2)
-def test_r2_records_whole_sequences_of_ranks_that_share_them(name, who, metric, runs, book):
-    for rank in runs[who][name]:
+def test_r2_records_whole_sequences_of_ranks_that_share_them(name, metric, runs, book):
+    for rank in runs[name]:
         assert np.array_equal(rank["recorded"], np.concatenate([book.native[s][0] for s in rank["sequences"]]))
         assert rank["calls"]
         assert all(each for _, each in rank["calls"])

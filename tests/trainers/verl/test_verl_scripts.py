@@ -95,7 +95,7 @@ def test_lines_that_are_missing_are_named_with_the_rest(recwarn):
     said = "\n".join(
         said_of(composed("megatron", *script, LINES["megatron"][0].replace("megatron", "fsdp"), *LINES["megatron"][1:]))
     )
-    for each in ("3 settings", "name foreroute.trainers.verl.megatron", "set it to True", "leave it at 0"):
+    for each in ("3 settings", "add foreroute.trainers.verl.megatron", "set it to True", "leave it at 0"):
         assert each in said
     # verl's own engine would pass the mode over
     assert "external_lib is []" in said_of(composed("fsdp", LINES["fsdp"][1], ROUTES, f"{ACTOR}.strategy=fsdp2"))[0]
@@ -153,7 +153,7 @@ def test_what_sampling_masks_need_or_do_not_go_with_is_named(recwarn):
     megatron = [LINES["megatron"][1], ROUTES, *vllm, *greedy]
     assert said_of(composed("megatron", library("megatron"), *megatron)) == []
     [line] = said_of(composed("megatron", library("fsdp"), *megatron))
-    assert line.endswith("name foreroute.trainers.verl.megatron")
+    assert line.endswith("add foreroute.trainers.verl.megatron")
 
 
 def test_replay_of_verls_own_is_left_alone(monkeypatch):

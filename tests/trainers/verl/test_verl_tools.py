@@ -27,8 +27,11 @@ from examples.trl.tiny import chat_tokenizer, look_up
 from foreroute.errors import CaptureError, ReplayError
 from foreroute.trainers.verl import trace_of
 from foreroute.trainers.verl.packed_batch import require_routed
+from tests.trainers.given_experts import differing, drawn_anew, native, watched
 from tests.trainers.verl.test_verl_data import agent_loop_batch
 from tests.trainers.verl.verl_batches import SPEC, telling_routes
+from tests.trainers.verl.verl_book import Book
+from tests.trainers.verl.verl_engines import make, old_log_probs, tensordict
 
 CALL = 'hm <tool_call>{"name": "look_up", "arguments": {"text": "abc"}}</tool_call>'
 WIDTHS = (16, 400)
@@ -150,3 +153,26 @@ def test_turns_without_routes_are_refused(routed, error, message):
     batch = asyncio.run(agent_loop_batch([output], (WIDTHS[0], 400)))
     with pytest.raises(error, match=message):
         require_routed(trace_of(batch, model=SPEC), batch)
+
+
+@pytest.mark.shows("verl, FSDP engine", "agent loop with tools")
+def test_verls_engine_gives_experts_the_routes_of_every_turn(group, folder):
+    """Of which a part is drawn at random, so that the model would not take them by itself."""
+    model, rng, routes = Book(folder, count=1).model, np.random.default_rng(5), {}
+
+    def drawn(tokens, request):
+        routes[tuple(tokens)] = rows = drawn_anew(native(model, tokens)[0][:-1], 0.1, rng)
+        return np.concatenate([np.zeros_like(rows[:, :1]), rows], axis=1).astype(np.uint8)
+
+    engines = [Engine(texts, routes=drawn) for texts in (["no call"], [CALL, CALL, "and so"])]
+    outputs = [asyncio.run(looped(client_of(each), response_length=300)) for each in engines]
+    batch = asyncio.run(agent_loop_batch(outputs, (WIDTHS[0], 300)))
+    del batch.batch["rollout_log_probs"]  # the server's are none of a model
+    engine = make(folder, "R3", lr=0.0)
+    with watched(engine.module) as forwards:
+        old_log_probs(engine, tensordict(batch.batch, max_token_len_per_gpu=400))
+    whole = {tokens: routes[tokens] for tokens in (tuple(o.prompt_ids + o.response_ids) for o in outputs)}
+    own, *replayed = forwards
+    assert differing([own], whole)[1] > 0  # the first is held against the model's own routes
+    # in two layers
+    assert differing(replayed, whole) == (2 * sum(map(len, whole.values())), 0)

@@ -1,17 +1,22 @@
 """The patch for verl itself, applied to the released verl: what its FSDP engine alone does or refuses.
 
-What it has in common with ours is in test_verl_ranks.py, by whose runs it is judged.
+What it has in common with ours is in test_verl_ranks.py, by whose runs it is judged. Nothing of foreroute.trainers is
+imported in a process that has the patch.
 """
 
 import importlib
 import sys
+from contextlib import contextmanager
+from copy import copy
 from importlib.util import find_spec
 from pathlib import Path
 from types import SimpleNamespace
 from unittest import mock
 
+import numpy as np
 import pytest
 import torch
+import torch.distributed as dist
 
 if find_spec("verl") is None:  # which ranks import from the patched folder, and not before
     pytest.skip("there is no verl in this environment: run `make night PART=verl`", allow_module_level=True)
@@ -22,6 +27,19 @@ from tests.trainers.verl.verl_book import PROMPT, RESPONSE, Book
 from tests.trainers.verl.verl_ranks import run
 
 LORA = {"lora_rank": 4, "target_modules": ["q_proj", "v_proj"]}
+STEPS, MODES = 3, ("R3", "R2", "disabled")
+ACTOR, FSDP, MODEL = "actor_rollout_ref.actor", "actor_rollout_ref.actor.fsdp_config", "actor_rollout_ref.model"
+SETTINGS = [
+    f"{ACTOR}.strategy=fsdp2",
+    f"{ACTOR}.optim.lr=1e-2",
+    f"{ACTOR}.use_dynamic_bsz=True",
+    f"{ACTOR}.ppo_max_token_len_per_gpu=24",
+    f"{ACTOR}.use_torch_compile=False",
+    f"{FSDP}.use_torch_compile=False",
+    f"{FSDP}.dtype=float32",
+    f"{FSDP}.ulysses_sequence_parallel_size=2",
+    f"+{FSDP}.mixed_precision.param_dtype=bf16",
+]
 
 
 @pytest.fixture(scope="module")
@@ -42,8 +60,38 @@ def test_a_policy_with_adapters_is_replayed_and_without_them_routes_itself(found
     assert found["reference on the rollout's"][1] > 0  # the control
 
 
-def test_a_worker_says_of_its_batches_whether_they_are_replayed(found):
-    assert found["workers"] == {"R3": True, "R2": True, "disabled": False}
+@pytest.fixture(scope="module")
+def worked(folder, patched):
+    """Of each rank, by mode what verl's worker did in each step."""
+    return run(2, "test_verl_upstream.work", folder, patched)
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_verls_worker_replays_in_bfloat16_on_ranks_of_ulysses(mode, worked, folder):
+    """Several steps, each of an old-log-prob pass and an update of two mini-batches."""
+    for step, (first, second) in enumerate(zip(*(rank[mode] for rank in worked), strict=True)):
+        # of R2, what the old-log-prob pass chose and the worker gave back
+        routes = first["recorded"] or Book(folder, seed=step).by_tokens()
+        passes = [[joined(*pair) for pair in zip(first[name], second[name], strict=True)] for name in ("old", "update")]
+        judged = [differing(forwards, routes) for forwards in passes]
+        # in two layers, of the pass, of the update and of its recomputation
+        assert [rows for rows, _ in judged] == [times * 2 * sum(map(len, routes.values())) for times in (1, 2)]
+        assert [others == 0 for _, others in judged] == [mode != "disabled"] * 2
+        if mode == "disabled":
+            assert not any(name.startswith("router_replay") for name in first["metrics"])
+        elif mode == "R3":
+            assert min(first["metrics"]["router_replay/native_disagreement"]) > 0.05
+        else:  # of the second mini-batch, whose weights are others
+            assert max(first["metrics"]["router_replay/native_disagreement"]) > 0
+
+
+def joined(first, second):
+    """A forward of which two ranks each saw a half of the tokens."""
+    whole = copy(first)
+    whole.ids, whole.is_real = torch.cat([first.ids, second.ids], 1), np.concatenate([first.is_real, second.is_real])
+    pairs = zip(first.calls, second.calls, strict=True)
+    whole.calls = [(layer, np.concatenate([ids, more])) for (layer, ids), (_, more) in pairs]
+    return whole
 
 
 def test_what_would_not_be_replayed_is_refused(found):
@@ -72,25 +120,82 @@ REFUSED_SETTINGS = {
 }
 
 
-def patch_verl(patched):
-    """Have this process import verl from there."""
+@contextmanager
+def verl_of(patched):
+    """This process imports verl from there, and nothing of foreroute.trainers."""
     sys.path.insert(0, str(patched))
     importlib.import_module("examples.verl.verl_on_cpu")  # before verl
     import verl
 
     assert Path(verl.__file__).is_relative_to(patched)
+    yield
+    assert not [name for name in sys.modules if name.startswith("foreroute.trainers")]
 
 
 def train(folder, runs, patched):
     """Those of test_verl_ranks.py, by verl's own engine."""
-    patch_verl(patched)
-    from tests.trainers.verl import test_verl_ranks
+    with verl_of(patched):
+        from tests.trainers.verl import test_verl_ranks
 
-    return test_verl_ranks.train(folder, runs, kind="verl")
+        return test_verl_ranks.train(folder, runs, kind="verl")
+
+
+def work(folder, patched):
+    """By verl's own worker, with its configuration."""
+    with verl_of(patched):
+        from tests.trainers.verl.verl_standins import PACKED, on_cpu
+
+        results, settings = {}, [*SETTINGS, f"+{MODEL}.override_config.attn_implementation={PACKED}"]
+        for mode in MODES:
+            with on_cpu():
+                worker = make_worker(folder, mode, *settings)
+                results[mode] = [take_step(worker, Book(folder, seed=seed), mode) for seed in range(STEPS)]
+        return results
+
+
+def make_worker(folder, mode, *settings):
+    from hydra import compose, initialize_config_module
+    from verl.workers.engine_workers import ActorRolloutRefWorker
+
+    lines = [*settings, f"{MODEL}.path={folder}", f"{FSDP}.router_replay.mode={mode}"]
+    with initialize_config_module("verl.trainer.config", version_base=None):
+        config = compose("ppo_trainer", overrides=lines)
+    worker = ActorRolloutRefWorker(config.actor_rollout_ref, role="actor")
+    worker.init_model()
+    return worker
+
+
+def take_step(worker, book, mode):
+    """What ran, and what came back, in an old-log-prob pass and an update."""
+    from verl.utils import tensordict_utils as tu
+
+    from tests.trainers.verl.verl_engines import tensordict
+
+    batch, recorded = book.batch(routes=mode == "R3"), None
+    signs = torch.tensor([1.0, -1.0]).repeat(len(batch["input_ids"]) // 2)[:, None]
+    batch |= {"old_log_probs": batch["rollout_log_probs"], "advantages": signs * batch["response_mask"]}
+    said = {"calculate_entropy": False, "max_token_len_per_gpu": 24}
+    with watched(worker.actor.engine.module) as old:
+        output = worker.compute_log_prob(tensordict(batch, compute_loss=False, **said))
+    mini = {"global_batch_size": 3, "mini_batch_size": 3, "epochs": 1, "seed": 42}
+    td = tensordict(batch, compute_loss=True, dataloader_kwargs={"shuffle": False}, **mini, **said)
+    if mode == "R2":  # the trainer has it of the first rank of each group that shares sequences
+        shared = [None if output is None else output["routed_experts"]]
+        dist.broadcast_object_list(shared, src=0)
+        [td["routed_experts"]] = shared
+        recorded = book.by_tokens([rows.numpy() for rows in shared[0].unbind()])
+    with watched(worker.actor.engine.module) as update:
+        updated = worker.update_actor(td)
+    metrics = None if updated is None else tu.get(updated, "metrics")
+    return {"old": old, "update": update, "recorded": recorded, "metrics": metrics}
 
 
 def refuse_and_compare(folder, patched):
-    patch_verl(patched)
+    with verl_of(patched):
+        return _refuse_and_compare(folder)
+
+
+def _refuse_and_compare(folder):
     from verl.workers.engine.fsdp.router_replay import FSDPRouterReplay
 
     from tests.trainers.verl.test_verl_ranks import SAID
@@ -99,8 +204,7 @@ def refuse_and_compare(folder, patched):
     book = Book(folder)
     routes, batch = book.by_tokens(), book.batch()
     own = book.by_tokens([ids for ids, _ in book.native])
-    results = {"workers": {mode: worker_says(mode) for mode in ("R3", "R2", "disabled")}}
-    engine = make(folder, kind="verl")
+    results, engine = {}, make(folder, kind="verl")
     laid_out = FSDPRouterReplay._to_model_inputs
     off = mock.patch.object(FSDPRouterReplay, "_to_model_inputs", lambda *args: laid_out(*args).roll(1, 1))
     with off, watched(engine.module) as forwards:
@@ -123,17 +227,6 @@ def refuse_and_compare(folder, patched):
         old_log_probs(engine, tensordict(batch, **SAID))
     results |= {"LoRA": differing(forwards, routes), "reference": differing(of_reference, own)}
     return results | {"reference on the rollout's": differing(of_reference, routes), "refused": said}
-
-
-def worker_says(mode):
-    """Of its batches, by verl's own configuration."""
-    from hydra import compose, initialize_config_module
-    from verl.workers.engine_workers import ActorRolloutRefWorker
-
-    lines = ["actor_rollout_ref.actor.strategy=fsdp2", f"actor_rollout_ref.actor.fsdp_config.router_replay.mode={mode}"]
-    with initialize_config_module("verl.trainer.config", version_base=None):
-        config = compose("ppo_trainer", overrides=lines)
-    return ActorRolloutRefWorker(config.actor_rollout_ref, role="actor").enable_routing_replay
 
 
 def spoilt(batch):

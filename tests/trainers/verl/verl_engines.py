@@ -1,5 +1,7 @@
 """Engines and batches of the released verl, on a CPU."""
 
+import importlib
+
 import torch
 from tensordict import TensorDict
 from torch.distributed.fsdp import FullyShardedDataParallel
@@ -10,20 +12,24 @@ from verl.workers.engine import EngineRegistry
 from verl.workers.engine.fsdp.transformer_impl import FSDPEngineWithLMHead
 from verl.workers.utils.padding import left_right_2_no_padding
 
-import foreroute.trainers.verl.fsdp  # noqa: F401  what external_lib does
 from tests.trainers.verl.verl_standins import PACKED, on_cpu  # noqa: F401  of which tests take it from here
 
 FLOAT32 = {"param_dtype": "fp32", "reduce_dtype": "fp32", "buffer_dtype": "fp32"}
 
 
 def make(folder, replay="R3", *, kind=None, model=None, lr=1e-3, optimizer=None, **settings):
-    """An engine, initialised. Settings are of verl's engine configuration; those in `model` of its model's."""
+    """An engine, initialised: ours, or of the kind "verl" verl's own, for which nothing of ours is imported.
+
+    Settings are of verl's engine configuration; those in `model` of its model's.
+    """
+    if kind is None:
+        importlib.import_module("foreroute.trainers.verl.fsdp")  # what external_lib does
     strategy = settings.setdefault("strategy", "fsdp2")
     # the attention of Ulysses is in the way of flash attention
     attention = PACKED if settings.get("ulysses_sequence_parallel_size", 1) > 1 else "sdpa"
     model = {"fused_kernel_options": {"impl_backend": "torch"}} | (model or {})
-    registered = EngineRegistry.get_engine_cls("language_model", strategy)
-    engine = (FSDPEngineWithLMHead if kind == "verl" else registered)(
+    of_kind = FSDPEngineWithLMHead if kind else EngineRegistry.get_engine_cls("language_model", strategy)
+    engine = of_kind(
         model_config=HFModelConfig(path=folder, override_config={"attn_implementation": attention}, **model),
         engine_config=FSDPEngineConfig(
             **{

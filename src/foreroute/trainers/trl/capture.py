@@ -82,8 +82,9 @@ class RolloutCapture:
         read: Callable[[], tuple[RoutingTrace, Any]]
         if self.engine is not None:
             generation = self.engine.sample(prompts)
-            output, read = rollout_output(generation), lambda: (generation.trace, None)
+            output = rollout_output(generation)
             result: Any = output["completion_ids"], output["logprobs"]
+            read = lambda: (generation.trace, None)  # noqa: E731
         elif self.source is not None and self.is_open:
             with self.source.watching():
                 result = sample()

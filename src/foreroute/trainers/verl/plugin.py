@@ -81,7 +81,7 @@ def _has_own_replay(strategy: str) -> bool:
 def _missing_lines(library: str, libraries: list[str], rollout: Any, mode: str) -> Refusals:
     routes, key = rollout.enable_rollout_routing_replay, "actor_rollout_ref.rollout.enable_rollout_routing_replay"
     return [
-        (library not in libraries, f"{LIBRARY} is {libraries}, without the engine that replays; name {library}"),
+        (library not in libraries, f"{LIBRARY} is {libraries}, without the engine that replays; add {library}"),
         (mode == "R3" and not routes, f"{key} is off, so that the rollout returns no routes; set it to True"),
         (mode == "R2" and routes, f"{key} is on, and R2 takes no routes of a rollout; leave it out, or take R3"),
     ]

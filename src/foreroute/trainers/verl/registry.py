@@ -14,6 +14,12 @@ from foreroute.errors import AttachError, ConfigError
 from foreroute.trainers.verl.settings import KEY, MASKS, OWN_REPLAY, libraries_of, replay_of
 
 LANGUAGE_MODEL = "language_model"
+LIBRARIES = {
+    "fsdp": "foreroute.trainers.verl.fsdp",
+    "fsdp2": "foreroute.trainers.verl.fsdp",
+    "megatron": "foreroute.trainers.verl.megatron",
+}
+"""By strategy, the one by which verl makes our engine."""
 
 
 def replace_engine(ours: type, of: type, strategy: str, *, device: str | None = None) -> None:
@@ -41,16 +47,16 @@ def refuse_what_engines_pass_over() -> None:
 
     def new(model_type: str, backend: str, *args: Any, **kwargs: Any) -> Any:
         engine: Any = EngineRegistry.get_engine_cls(model_type, backend)
-        for config in (*args, *kwargs.values()):
-            _refuse_ignored_settings(config, engine, model_type, backend)
+        _refuse_ignored_settings([*args, *kwargs.values()], engine, model_type, backend)
         return make(model_type, backend, *args, **kwargs)
 
     new.refuses = True  # type: ignore[attr-defined]
     EngineRegistry.new = new
 
 
-def _refuse_ignored_settings(config: Any, engine: Any, model_type: str, backend: str) -> None:
-    if getattr(config, "asks_for_plans", False) and not getattr(engine, "executes_plans", False):
+def _refuse_ignored_settings(configs: list[Any], engine: Any, model_type: str, backend: str) -> None:
+    asks_for_plans = any(getattr(config, "asks_for_plans", False) for config in configs)
+    if asks_for_plans and not getattr(engine, "executes_plans", False):
         raise ConfigError(
             f"PlanningMegatronConfig asks for plans, and {engine.__name__}, which verl takes here, makes none. For a "
             "language model on CUDA, name foreroute.trainers.verl.megatron in actor_rollout_ref.model.external_lib; "
@@ -58,10 +64,14 @@ def _refuse_ignored_settings(config: Any, engine: Any, model_type: str, backend:
         )
     if model_type != LANGUAGE_MODEL or getattr(engine, "replays_routes", False):
         return
-    if backend not in OWN_REPLAY and replay_of(config) != "disabled":
-        raise ConfigError(f"{KEY} is set, and the strategy {backend} has no replay; take fsdp, fsdp2 or megatron")
-    if MASKS in libraries_of(config):
+    remedy = f"add {LIBRARIES[backend]} to external_lib" if backend in LIBRARIES else "take fsdp, fsdp2 or megatron"
+    # first, since whoever names masks has begun to name libraries
+    if any(MASKS in libraries_of(config) for config in configs):
         raise ConfigError(
-            f"external_lib names {MASKS}, and {engine.__name__}, which verl takes here, scores on no masks; name "
-            "foreroute.trainers.verl.fsdp or .megatron beside it"
+            f"external_lib names {MASKS}, and {engine.__name__}, which verl takes for the strategy {backend}, scores "
+            f"on no masks; {remedy}"
+        )
+    if backend not in OWN_REPLAY and any(replay_of(config) != "disabled" for config in configs):
+        raise ConfigError(
+            f"{KEY} is set, and {engine.__name__}, which verl takes for the strategy {backend}, has no replay; {remedy}"
         )
