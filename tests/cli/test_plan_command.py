@@ -1,5 +1,6 @@
 """`foreroute plan` as a user meets it."""
 
+import html
 import re
 import shutil
 from dataclasses import fields
@@ -66,6 +67,7 @@ def test_counts_to_table_plan_and_page(files, tmp_path):
         assert "Use the plan" in words or "Do not use the plan" in words
         assert bool(re.search(r"load_plan.*routed\.execute.*docs/experts\.md", words)) == ("Use the plan" in words)
         assert "of the processors" in words
+        assert re.search(r"of the model's 48 layers.*assignments: [\d,]+ tokens at top-2", html.unescape(words))
         assert ("weights in the slots of a rank" in words) == bool(found.num_replicas_ML.sum())
         assert ("several nodes" in " ".join(shown.split())) == (load_plan(output).topology.num_nodes > 1)
     again = plan(given, files)
@@ -192,12 +194,14 @@ def test_the_step_before_from_traces(files):
         ("step-000000.safetensors other.safetensors", "other.safetensors"),
         ("counts.safetensors --output plan.html", "is the name of the page"),
         ("large.safetensors", "describes a model with top-2 of 8 experts, the input has 16 experts"),
+        ("deep.safetensors", "describes a model of 48 routed layers, the input has 49"),
     ],
     quick=5,
 )
 def test_a_users_error_is_one_message_and_exit_code_2(files, words, message):
     save_counts(np.ones((1, 3, 4, 8), np.int64), files / "three.safetensors", overwrite=True)
     fr.save(random_trace(0, num_layers=2), files / "other.safetensors", overwrite=True)
+    save_counts(np.ones((1, 49, 4, 8), np.int64), files / "deep.safetensors", overwrite=True)
     save_counts(np.ones((1, 1, 4, 16), np.int64), files / "large.safetensors", overwrite=True)
     result = plan(f"--topology cluster.toml {words}", files)
     assert result.returncode == 2

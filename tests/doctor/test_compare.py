@@ -275,6 +275,16 @@ def test_one_token_that_replay_sets_apart_is_no_harm_and_many_are():
     assert harm.diagnosis.headline.startswith("Fix this first: Replaying this trace makes it worse by a factor of")
 
 
+def test_where_one_token_makes_the_difference_it_is_little_over_these_tokens_alone():
+    trainer, engine, mask = logprobs(11, off=0.01, shape=(4, 20))
+    worst, one = np.unravel_index(np.abs(np.where(mask, trainer - engine, 0)).argmax(), mask.shape), trainer.copy()
+    one[worst] = engine[worst]
+    few, same = (fr.compare(trainer, engine, mask, replayed_logprobs=each).diagnosis for each in (one, trainer))
+    assert few.headline.startswith("R3 makes little difference over these tokens: k3 goes from")
+    assert any(finding.advice.startswith("Measure more sequences") for finding in few.findings)
+    assert same.headline.startswith("R3 makes little difference here: k3 goes from")
+
+
 def test_what_routes_exclude_is_not_called_a_cause():
     trainer, engine, mask = logprobs(9, off=0.3)
     sides = (fr.compare(trainer, engine, mask, replayed_logprobs=trainer, **routes(9, rate=r)[0]) for r in (0.1, 0.5))

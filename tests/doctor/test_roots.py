@@ -126,3 +126,16 @@ def test_the_parts_of_k3_say_whether_replay_pays(left, wrong, verdict):
     (said,) = [each for each in diagnose(evidence).findings if "routing makes" in each.sentence]
     assert said.sentence.startswith(verdict)
     assert bool(said.advice) == ("Replay" not in verdict)
+
+
+@pytest.mark.parametrize("gap", [0.2, 0.4], ids=["less than half", "more than half"])
+def test_what_one_token_makes_leaves_open_what_would_pay(gap):
+    engine, own = (random_trace(3, route_seed=3).with_weight_version(3) for _ in range(2))
+    logprobs, apart = np.random.default_rng(0).uniform(-4, -2, 40), np.full(40, 0.05)
+    replayed = TrainerPass(None, logprobs + apart)
+    apart[7] = gap
+    native = TrainerPass(own, logprobs + apart)
+    evidence = Evidence(engine=engine, engine_logprobs_R=logprobs, native=native, replayed=replayed)
+    (said,) = [each for each in diagnose(evidence).findings if "routing makes" in each.sentence]
+    assert said.sentence.startswith("Whether replay or parity would pay more is open: routing makes")
+    assert said.advice.startswith("Measure more sequences")

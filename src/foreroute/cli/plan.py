@@ -180,15 +180,16 @@ def read_step(
             raise InputError(f"--set packing={options.packing} is for traces; counts are packed already")
         read: list[RoutingTrace] = []
         packing, counts_MLGE = None, check_counts(load_counts(counts), num_ranks=ranks.num_ranks)
-        _check_model(costs, counts_MLGE.shape[3], None, topology)
+        _check_model(costs, counts_MLGE.shape[1], counts_MLGE.shape[3], None, topology)
         home_LE = _homes(plans, ranks, counts_MLGE.shape[1::2])
     else:
         read = read_traces(step)
-        read[0].spec.require_alike("a plan", "in Python, save trace.select_layers of those of one size, and plan that")
-        _check_model(costs, read[0].spec.num_experts, read[0].spec.top_k, topology)
+        spec = read[0].spec
+        spec.require_alike("a plan", "in Python, save trace.select_layers of those of one size, and plan that")
+        _check_model(costs, spec.num_layers, spec.num_experts, spec.top_k, topology)
         # the packing becomes part of the plan: the trainer must cut the step as it was planned
         budget = token_budget or TOKEN_BUDGET
-        home_LE = _homes(plans, ranks, (read[0].spec.num_layers, read[0].spec.num_experts))
+        home_LE = _homes(plans, ranks, (spec.num_layers, spec.num_experts))
         packing = packed(read, budget, ranks.num_ranks, costs)
         counts_MLGE = check_counts(packed_counts(read, packing))
         if options.packing == "routes":
@@ -262,7 +263,10 @@ def _check_target(output: Path, page: Path, overwrite: bool) -> None:
 def _facts(step: StepToPlan, options: PlanOptions) -> dict[str, str]:
     """Say what is planned, for people."""
     num_micro_steps, num_layers, num_ranks, num_experts = step.counts_MLGE.shape
-    topology = step.topology
+    topology, model = step.topology, step.cluster.costs.model
+    assignments = int(step.counts_MLGE.sum(dtype=np.int64))
+    # what counts do not tell: seconds and bytes are of these layers
+    tokens = f"{assignments / (num_layers * model.top_k):,.0f} tokens at top-{model.top_k}"
     sooner = ", or sooner where traffic between nodes counts" if topology.num_nodes > 1 else ""
     moves = "any number of homes may move" if options.home_moves is None else "homes stay"
     switched = [
@@ -271,8 +275,8 @@ def _facts(step: StepToPlan, options: PlanOptions) -> dict[str, str]:
         "slots shared by the layers" if options.slots == "shared" else "slots of every layer's own",
     ]
     return {
-        "step": f"{num_micro_steps} micro-step{'s' * (num_micro_steps > 1)} of {num_layers} layers, "
-        f"{num_experts} experts, {int(step.counts_MLGE.sum(dtype=np.int64)):,} assignments",
+        "step": f"{num_micro_steps} micro-step{'s' * (num_micro_steps > 1)} of {num_layers} of the model's "
+        f"{model.num_layers} layers, {num_experts} experts, {assignments:,} assignments: {tokens}",
         "cluster": f"{num_ranks} ranks in nodes of {topology.ranks_per_node}, redundant slots per rank: "
         f"{topology.redundant_slots}",
         "options": ", ".join(switched),
@@ -311,7 +315,7 @@ def _counts_file(paths: Sequence[Path]) -> Path | None:
     return counts[0] if counts else None
 
 
-def _check_model(costs: CostModel, num_experts: int, top_k: int | None, source: Path) -> None:
+def _check_model(costs: CostModel, num_layers: int, num_experts: int, top_k: int | None, source: Path) -> None:
     """Refuse a topology file that describes another model than that of the input; counts do not know top_k."""
     model = costs.model
     if model.num_experts != num_experts or (top_k is not None and model.top_k != top_k):
@@ -319,6 +323,11 @@ def _check_model(costs: CostModel, num_experts: int, top_k: int | None, source: 
         raise ConfigError(
             f"{source} describes a model with top-{model.top_k} of {model.num_experts} experts, the input has "
             f"{routed}; set num_experts and top_k in its [model]"
+        )
+    if model.num_layers < num_layers:
+        raise ConfigError(
+            f"{source} describes a model of {model.num_layers} routed layers, the input has {num_layers}; set "
+            "num_layers in its [model]"
         )
 
 

@@ -11,15 +11,13 @@ from foreroute.capture.checks import UNFREEZE, frozen_rows
 from foreroute.conformance import Outcome
 from foreroute.doctor.decisions import about_choices, about_masks, lacks_choices
 from foreroute.doctor.evidence import Evidence, Finding, Measures, Severity, many, measure
-from foreroute.doctor.roots import about_parts, about_roots
+from foreroute.doctor.roots import SURE, TOO_FEW, about_parts, about_roots
 from foreroute.errors import InputError
 from foreroute.mismatch import Defect, TokenMismatch
 from foreroute.mismatch.defects import listed, version_words
 
 HELPS = 1.5
 """Ratio of k3 without to k3 with replay from which replay is said to help, and below whose inverse to harm."""
-SURE = 3.0
-"""Standard errors by which k3 must rise to be called harm. However large, one token alone makes it rise by one."""
 LARGE = 1e-2
 """k3, in nats, from which what is left under replay is more than another precision makes."""
 MOST = 0.5
@@ -45,7 +43,6 @@ WITHOUT_CHOICES = (
     "Routes without the choices of indexers can do that. Record both (see indexers). If it stays so, these are not the "
     "routes of these tokens under these weights."
 )
-TOO_FEW = "Measure more sequences: so few tokens do not tell whether replay helps or harms."
 OTHER_SEQUENCES = "Carry log-probs with their tokens through every sort, shuffle and gather between engine and trainer."
 NEXT_TOKEN = (
     "Logits of position p score token p + 1. Cut both sides alike: the first log-prob of a response is that of its "
@@ -319,7 +316,9 @@ def _replay(evidence: Evidence, measures: Measures, is_broken: bool) -> Iterator
     elif gain >= HELPS:
         yield Finding(Severity.NOTE, "replay", f"R3 helps by a factor of {gain:.3g}: {both}.", USE)
     elif gain > 1 / HELPS:  # neither a help nor a harm that anybody would act on
-        yield Finding(Severity.NOTE, "replay", f"R3 makes little difference here: {both}.")
+        may_help = measures.rise is not None and (replayed.k3 - SURE * measures.rise[1]) * HELPS <= without.k3
+        tokens, advice = ("over these tokens", TOO_FEW) if may_help else ("here", "")
+        yield Finding(Severity.NOTE, "replay", f"R3 makes little difference {tokens}: {both}.", advice)
     elif measures.rise is not None and measures.rise[0] <= SURE * measures.rise[1]:
         chance = "Replay is seen neither to help nor to harm: k3 rises by no more than chance makes of so few tokens"
         yield Finding(Severity.NOTE, "replay", f"{chance}; {both}.", TOO_FEW)

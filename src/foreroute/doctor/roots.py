@@ -12,6 +12,9 @@ OF_ONE_PLACE = Defect.NONE, Defect.UNEXPLAINED, Defect.WEIGHT_VERSION
 """What may set traces apart whose rows and layers are in their places."""
 SHOWN = 3
 """Further roots that a finding names; the page has all."""
+SURE = 3.0
+"""Standard errors by which k3 must rise to be called harm. However large, one token alone makes it rise by one. What is
+within as many of another verdict is too little to tell."""
 ONE_PICK = (
     "A near-tie does not look so: look at what writes or moves these rows between the engine's router and the trace, "
     "and at the expert that was taken (an expert map, a load balancer, a buffer that is reused)."
@@ -20,6 +23,7 @@ ONE_ROUTER = (
     "Compare weight and selection bias of this router in the engine with the trainer's: a sync that left it out, "
     "weights that were quantised or converted, or a bias that was updated on one side."
 )
+TOO_FEW = "Measure more sequences: so few tokens do not tell what replay does."
 MEND_FIRST = "Mend it, and run the doctor again: these parts are of a batch with the defect in it."
 PARITY = (
     "Bring the engine nearer to the trainer: bfloat16 in the place of FP8, the same kernels and the same precision of "
@@ -80,6 +84,8 @@ def about_parts(measures: Measures, without: TokenMismatch, is_broken: bool) -> 
     )
     if is_broken:
         yield Finding(Severity.NOTE, "replay", f"Something is broken. As it is, {parts}.", MEND_FIRST)
+    elif measures.rise is not None and abs(split.routing - without.k3 / 2) <= SURE * measures.rise[1]:
+        yield Finding(Severity.NOTE, "replay", f"Whether replay or parity would pay more is open: {parts}.", TOO_FEW)
     elif split.routing_share >= 0.5:
         yield Finding(Severity.NOTE, "replay", f"Replay pays: {parts}.")
     else:
