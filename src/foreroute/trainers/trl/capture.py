@@ -79,21 +79,19 @@ class RolloutCapture:
 
     def take_turn(self, prompts: Sequence[Sequence[int]], sample: Callable[[], Any]) -> Any:
         """Sample a turn, with `engine` or as TRL does; give what TRL's `_generate_single_turn` returns."""
-        read: Callable[[], tuple[RoutingTrace, Any]]
         if self.engine is not None:
             generation = self.engine.sample(prompts)
+            if self.is_open:
+                with self._guard:
+                    self._add_turn(prompts, generation.trace)
             output = rollout_output(generation)
-            result: Any = output["completion_ids"], output["logprobs"]
-            read = lambda: (generation.trace, None)  # noqa: E731
-        elif self.source is not None and self.is_open:
-            with self.source.watching():
-                result = sample()
-            read = partial(self.source.read, prompts, result[0], self._version)
-        else:
+            return output["completion_ids"], output["logprobs"]
+        if self.source is None or not self.is_open:
             return sample()
-        if self.is_open:
-            with self._guard:
-                self._add_turn(prompts, *read())
+        with self.source.watching():
+            result = sample()
+        with self._guard:
+            self._add_turn(prompts, *self.source.read(prompts, result[0], self._version))
         return result
 
     def join_rollout(self, prompts: Sequence[Any], completions: Sequence[Any], env_masks: Any) -> Rollout:
