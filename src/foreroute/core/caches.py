@@ -19,7 +19,7 @@ from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from .errors import ReplayError
-from .output_check import times_written
+from .tensor_ids import times_written
 
 CACHES = ("cache", "past_key_values")
 """What models call the argument that holds their cache: transformers from 5.24 on, and before."""

@@ -7,10 +7,9 @@ on their device, which is not waited for.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping
 from functools import partial
 from typing import TYPE_CHECKING, Any
-from weakref import ref
 
 import torch
 from torch import Tensor, nn
@@ -18,6 +17,7 @@ from torch import Tensor, nn
 from .deferred_checks import DeferredChecks, raise_where
 from .recompute import run_unnumbered
 from .selection import LayerPass
+from .tensor_ids import TensorIds
 
 if TYPE_CHECKING:
     from .hooks import RouterHook
@@ -194,32 +194,6 @@ def _ask_of_experts(router: RouterHook, now: LayerPass, handed: Tensor, experts:
         "that off while a session is open"
     )
     checks.add(wrong, partial(raise_where, wrong, said))
-
-
-def times_written(tensor: Tensor) -> int:
-    """Count the writes to the memory of a tensor; 0 in inference mode, where nobody counts."""
-    return 0 if tensor.is_inference() else tensor._version
-
-
-class TensorIds:
-    """Weak references to tensors and their version counters; keeps none alive.
-
-    Collectives of torch.distributed write without counting. Who may be given a buffer that one fills compares values.
-    """
-
-    def __init__(self, tensors: Iterable[Tensor]) -> None:
-        self._ids = [(ref(tensor), times_written(tensor)) for tensor in tensors]
-
-    def has(self, tensor: Tensor) -> bool:
-        """Whether this is one of them, and unwritten."""
-        return any(known() is tensor and times_written(tensor) == times for known, times in self._ids)
-
-    def fit(self, tensors: Sequence[Tensor]) -> bool:
-        """Whether these are they, and unwritten; in inference mode, where nobody counts, whether these are they."""
-        return len(tensors) == len(self._ids) and all(
-            known() is tensor and times_written(tensor) == times
-            for tensor, (known, times) in zip(tensors, self._ids, strict=True)
-        )
 
 
 def tensors_of(output: Any) -> list[Tensor]:
