@@ -58,7 +58,7 @@ night-newest:
 	$(PYTHON) -m venv $(NEWEST)
 	$(NEWEST)/bin/pip install --quiet --upgrade pip
 	$(NEWEST)/bin/pip install --quiet $(NEWEST_TORCH)
-	$(NEWEST)/bin/pip install --quiet --editable '.[all]' --group dev
+	$(NEWEST)/bin/pip install --quiet --editable '.[all]' --group test
 	$(NEWEST)/bin/pip list --format freeze | grep -E "^(accelerate|megatron-core|numpy|peft|pydantic|safetensors|torch|transformers|trl)=="
 	$(NEWEST)/bin/$(notdir $(PYTEST)) -m "not slow and not exhaustive"
 	$(NEWEST)/bin/foreroute demo

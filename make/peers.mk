@@ -23,7 +23,7 @@ $(PEERS_READY):
 	test -d $(PEERS_ENV) || $(PYTHON) -m venv $(PEERS_ENV)
 	$(PEERS_ENV)/bin/pip install --quiet --upgrade pip
 	$(PEERS_ENV)/bin/pip install --quiet --constraint constraints.txt torch
-	$(PEERS_ENV)/bin/pip install --quiet --constraint constraints.txt numpy safetensors zstandard transformers --group dev
+	$(PEERS_ENV)/bin/pip install --quiet --constraint constraints.txt numpy safetensors zstandard transformers --group test
 	$(PEERS_ENV)/bin/pip install --quiet --no-deps --ignore-requires-python $(PEERS_PACKAGES) $(PEERS_IMPORTS)
 	$(foreach peer,nemo-automodel veomni xtuner,$(PEERS_ENV)/bin/pip install --quiet --no-deps --upgrade \
 		--target $(PEERS_ENV)/with-$(peer) $(WITH_$(peer)) && ) true

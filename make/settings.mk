@@ -16,7 +16,7 @@ $(SETTINGS_READY):
 	test -d $(SETTINGS_ENV) || $(PYTHON) -m venv $(SETTINGS_ENV)
 	$(SETTINGS_ENV)/bin/pip install --quiet --upgrade pip
 	$(SETTINGS_ENV)/bin/pip install --quiet --constraint constraints.txt torch
-	$(SETTINGS_ENV)/bin/pip install --quiet --constraint constraints.txt --editable '.[trl]' --group dev $(SETTINGS_LIBRARIES)
+	$(SETTINGS_ENV)/bin/pip install --quiet --constraint constraints.txt --editable '.[trl]' --group test $(SETTINGS_LIBRARIES)
 	$(SETTINGS_ENV)/bin/pip install --quiet --no-deps $(SETTINGS_ALONE)
 	rm -f $(SETTINGS_ENV)/.ready*
 	touch $@
