@@ -28,7 +28,7 @@ folder, RANK, ALPHA, TARGETS = Path(sys.argv[1]), 4, 8, ("gate_proj", "up_proj",
 sizes = dict(vocab_size=64, hidden_size=32, intermediate_size=48, moe_intermediate_size=16, num_hidden_layers=2)
 sizes |= dict(num_attention_heads=4, num_key_value_heads=4, head_dim=8, num_experts_per_tok=2)
 shared = dict(n_routed_experts=4, n_shared_experts=1, first_k_dense_replace=1, n_group=1, topk_group=1)
-heads = dict(q_lora_rank=None, kv_lora_rank=8, qk_rope_head_dim=4, qk_nope_head_dim=8, v_head_dim=8)
+heads = dict(q_lora_rank=None, kv_lora_rank=8, qk_rope_head_dim=8, qk_nope_head_dim=8, v_head_dim=8)
 models = {
     "qwen3_moe": dict(num_experts=4),
     "deepseek_v3": shared | heads,
