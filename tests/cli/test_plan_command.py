@@ -10,6 +10,7 @@ import pytest
 
 import foreroute as fr
 from foreroute.cli.plan import _facts, parse_options, read_step, run_plan
+from foreroute.costs.cluster_file import described, load_cluster
 from foreroute.layout import pack_sequences
 from foreroute.plan import PlanOptions, Topology, load_plan, save_plan, verify
 from foreroute.plan.counts import packed_counts, save_counts
@@ -60,8 +61,15 @@ def test_counts_to_table_plan_and_page(files, tmp_path):
     found = load_plan(output)
     verify(found, counts(), PlanOptions(home_moves=2))
     page = output.with_suffix(".html").read_text()
-    for made in (rf"foreroute {fr.__version__}, \d{{4}}-\d\d-\d\d: ", "--set home_moves=2", "cluster.toml", "TFLOP/s"):
+    for made in (rf"foreroute {fr.__version__}, \d{{4}}-\d\d-\d\d: ", "--set home_moves=2", "cluster.toml"):
         assert re.search(made, page)
+    given_rates = described(load_cluster(files / "cluster.toml"))
+    priced = {key for table, keys in given_rates.items() if table != "topology" for key in keys}
+    said = " ".join(result.stdout.split())
+    for key in priced:  # every one with its unit, so that a wrong unit is seen
+        assert re.search(rf"\b{key} [\w.]", said), key
+    assert "layer_s 40 us," in said
+    assert "trial_s_per_count 10 ns" in said
     for shown in (page, result.stdout):
         words = " ".join(shown.split())
         assert "Use the plan" in words or "Do not use the plan" in words

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from foreroute.plan.capabilities import SEVERAL_NODES, Ability
 from foreroute.report.figure import PART_COLOURS, stacked_bars
-from foreroute.report.format import AS_FAST, as_fast, duration, flattened, percentage, step_time, times
+from foreroute.report.format import AS_FAST, as_fast, duration, flattened, percentage, rate, step_time, times
 from foreroute.report.methods import BOUND, method_table, modelled, named, passes_by_part, worth
 from foreroute.report.page import Caption, Column, Page, PageSection, Plot, Table, TableRow, Tile, write_page
 
@@ -168,7 +168,7 @@ def fit_table(found: FitRecord) -> Table:
     """One row per fitted parameter, with units."""
     columns = (Column("Rate", "rate"), Column("Configured", "configured"), Column("Fitted", "fitted"))
     rows = [
-        TableRow(cells=(name, _rate(name, found.before[name]), _rate(name, value)))
+        TableRow(cells=(name, rate(name, found.before[name]), rate(name, value)))
         for name, value in found.parameters.items()
     ]
     return Table(columns=columns, rows=tuple(rows))
@@ -254,11 +254,3 @@ def _page(record: SimulationRecord, config: SimulateConfig, fit: FitRecord | Non
         facts=record.facts,
         sections=tuple(sections),
     )
-
-
-def _rate(name: str, value: float) -> str:
-    if name.endswith("_flops_per_s"):
-        return f"{value / 1e12:,.4g} TFLOP/s"
-    if name.endswith("_bytes_per_s"):
-        return f"{value / 1e9:,.4g} GB/s"
-    return duration(value)
