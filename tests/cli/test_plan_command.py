@@ -148,7 +148,9 @@ def test_traces_are_packed_by_length_or_by_routes_for_the_homes_of_the_step(file
     assert "16 sequences by length, at most 40 tokens" in by_length.facts["packing"]
     token_s, square_s = by_length.cluster.costs.attention_seconds(np.array([1, 0]), np.array([0, 1]))
     lengths = np.concatenate([trace.lengths for trace in loaded])
-    packing = pack_sequences(lengths, 4, 40, square_cost=square_s / token_s)
+    square_cost = load_cluster(files / "cluster.toml").costs.square_cost
+    assert square_cost == pytest.approx(square_s / token_s)
+    packing = pack_sequences(lengths, 4, 40, square_cost=square_cost)
     assert np.array_equal(by_length.counts_MLGE, packed_counts(loaded, packing))
     for moves in (0, 3):
         options = PlanOptions(packing="routes", home_moves=moves)

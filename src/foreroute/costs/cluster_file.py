@@ -32,7 +32,7 @@ GPU_SECONDS = {
 }
 """Keys by table that hold microseconds to a few milliseconds on GPUs, over slow Ethernet too."""
 MOST_GPU_S = 0.01
-"""Their most seconds: 20 µs written in milliseconds are more. Processes that share the cores of a CPU may take longer."""
+"""Their most seconds: 20 µs written in milliseconds are more. Processes on few cores of a CPU may take longer."""
 Rates = Mapping[str, Mapping[str, float]]
 """Values by table and key."""
 

@@ -269,6 +269,12 @@ class CostModel:
         core_X = one.attention * 2 * self.model.attention_width * squares_X / self.hardware.attention_flops_per_s
         return dense_X + core_X
 
+    @property
+    def square_cost(self) -> float:
+        """Seconds of one more pair of tokens of a sequence, over one more token of any: as `pack_sequences` takes it."""
+        token_s, square_s = self.attention_seconds(np.array([1, 0]), np.array([0, 1])).tolist()
+        return float(square_s / token_s)
+
     def head_seconds(self, tokens_X: NDArray[Any]) -> NDArray[np.float64]:
         """Seconds of the output head and log-probabilities in a forward pass: 2 h V FLOPs and 10 V bytes a token."""
         hardware, vocabulary = self.hardware, self.model.vocabulary

@@ -136,8 +136,8 @@ def packed(
     With homes, they are packed by routes, so that experts there are level.
     """
     counts = None if home_LE is None else sequence_counts(traces)
-    square = _square_cost(costs)
-    return pack_sequences(_lengths(traces), num_ranks, budget, square_cost=square, counts=counts, homes=home_LE)
+    lengths_S, square_cost = _lengths(traces), costs.square_cost
+    return pack_sequences(lengths_S, num_ranks, budget, square_cost=square_cost, counts=counts, homes=home_LE)
 
 
 def packed_sequences(
@@ -149,7 +149,7 @@ def packed_sequences(
         lengths_S=_lengths(traces),
         counts_SLE=sequence_counts(traces),
         token_budget=budget,
-        square_cost=_square_cost(costs),
+        square_cost=costs.square_cost,
     )
 
 
@@ -167,14 +167,8 @@ def _drawn_sequences(step: DrawnStep, begin: int, end: int, costs: CostModel) ->
         lengths_S=lengths_S,
         counts_SLE=step.sequence_counts(begin, end),
         token_budget=int(held_MG.max()),
-        square_cost=_square_cost(costs),
+        square_cost=costs.square_cost,
     )
-
-
-def _square_cost(costs: CostModel) -> float:
-    """Seconds of one more pair of tokens of the same sequence, over those of one more token of any."""
-    token_s, square_s = costs.attention_seconds(np.array([1, 0]), np.array([0, 1])).tolist()
-    return float(square_s / token_s)
 
 
 def _lengths(traces: Sequence[RoutingTrace]) -> NDArray[np.int64]:
