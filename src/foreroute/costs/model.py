@@ -271,7 +271,7 @@ class CostModel:
 
     @property
     def square_cost(self) -> float:
-        """Seconds of one more pair of tokens of a sequence, over one more token of any: as `pack_sequences` takes it."""
+        """Seconds of one more pair of tokens of a sequence, over one more token of any, for `pack_sequences`."""
         token_s, square_s = self.attention_seconds(np.array([1, 0]), np.array([0, 1])).tolist()
         return float(square_s / token_s)
 
