@@ -214,6 +214,11 @@ class CostModel:
         _check_seconds(self, MOST_S_PER_COUNT, "trial_s_per_count", "plan_s_per_count")
         _check_seconds(self, MOST_SECONDS, "begin_s")
 
+    @property
+    def unpriced(self) -> tuple[str, ...]:
+        """What a planned step takes once and the prices have at 0: planning, where nobody measured it, and votes."""
+        return () if self.plan_s_per_count else ("planning", "votes") if self.begin_s == 0 else ("planning",)
+
     def expert_seconds(self, tokens_X: NDArray[np.integer], one: PassCost = FORWARD) -> NDArray[np.float64]:
         """Seconds of single local experts; those of a rank add up. An expert without tokens costs nothing.
 
