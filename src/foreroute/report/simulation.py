@@ -129,6 +129,15 @@ def simulation_finding(record: SimulationRecord) -> str:
     )
 
 
+def beside_ranking(record: SimulationRecord) -> str:
+    """What a step takes beside recompute and update, by which methods are ranked."""
+    rollout = f"with {step_time(record.rollout_s)} of rollout" if record.rollout_s else "without its rollout"
+    return (
+        "Speedups leave out the wait for the plan, home moves and publishing, which come before the recompute. "
+        f"GPU-hours count all phases of the step, {rollout}, reduction and optimizer among them. Votes are in neither."
+    )
+
+
 def simulation_tiles(record: SimulationRecord) -> tuple[Tile, ...]:
     """Savings of the method that the page is about, and the size of a step."""
     from foreroute.simulate.records import headline
@@ -228,12 +237,7 @@ def _page(record: SimulationRecord, config: SimulateConfig, fit: FitRecord | Non
         f"that was drawn or given; nothing was measured on GPUs. Planning alone is {planning}."
     )
     sections = [PageSection(heading="Where the time goes", texts=(seconds_are,), plots=plots)]
-    rollout = f"with {step_time(record.rollout_s)} of rollout" if record.rollout_s else "without its rollout"
-    before_it = (
-        "The wait for the plan, home moves and publishing come before the recompute and are in no other column but "
-        f"GPU-hours, which count all phases of the step, {rollout}, reduction and optimizer among them."
-    )
-    notes = (executed(record), *METHODS[:2], before_it, *METHODS[2:])
+    notes = (executed(record), *METHODS[:2], beside_ranking(record), *METHODS[2:])
     sections.append(PageSection(heading="All methods", tables=(simulation_table(record),), notes=notes))
     if fit is not None:
         sections.append(
