@@ -3,6 +3,7 @@
 import html
 import re
 import shutil
+import warnings
 from dataclasses import fields
 
 import numpy as np
@@ -171,6 +172,22 @@ def test_traces_are_packed_by_length_or_by_routes_for_the_homes_of_the_step(file
     made = load_plan(output)
     verify(made, step.counts_MLGE, options)
     assert np.array_equal(made.packing.micro_step_S, step.packing.micro_step_S)
+
+
+def test_traces_of_other_weights_than_the_first_are_warned_of(files, tmp_path):
+    """Rollouts that share a version may be of one step, where weights changed underway; so may unnamed ones."""
+    first, second = (fr.load(path) for path in sorted(files.glob("step-*.safetensors")))
+    mixed = fr.concatenate([second.select([0]).with_weight_version(6), second.select([1]).with_weight_version(7)])
+    fr.save(first.with_weight_version(6), tmp_path / "6")
+    told = {"7": second.with_weight_version(7), "mixed": mixed, "unnamed": second}
+    for name, trace in told.items():
+        fr.save(trace, tmp_path / name)
+        with warnings.catch_warnings(record=True) as said:
+            warnings.simplefilter("always")
+            read_step(files / "cluster.toml", [tmp_path / "6", tmp_path / name], token_budget=40)
+        assert len(said) == (name == "7")
+    with pytest.warns(UserWarning, match=r"7 was sampled under weight versions \[7\], .*6 under \[6\]; leave one out"):
+        read_step(files / "cluster.toml", [tmp_path / "6", tmp_path / "7"], token_budget=40)
 
 
 def test_the_step_before_from_traces(files):

@@ -128,7 +128,7 @@ def warn_of_unused_experts(trace: RoutingTrace) -> None:
     if bits >= SURE:
         warnings.warn(
             f"no layer picks an expert above {used - 1} of {num_experts} in {len(routed_RLK)} rows; if the engine's "
-            "model has fewer experts, give its own spec: hf.attach(model).spec, or ServedModel.at(folder).spec",
+            "model has fewer experts, give its own spec: hf.attach(model).spec, or that of its folder",
             stacklevel=4,
         )
 

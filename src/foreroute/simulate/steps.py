@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from functools import partial
@@ -19,7 +20,7 @@ from foreroute.plan.topology import Topology
 from foreroute.planner.packed_homes import PackedSequences
 from foreroute.simulate.balancers import BalancerInput
 from foreroute.simulate.workload import WORKLOADS, DrawnStep, Workload
-from foreroute.trace import RoutingTrace, load
+from foreroute.trace import NO_VERSION, RoutingTrace, load
 from foreroute.trace.container import digest
 
 if TYPE_CHECKING:
@@ -120,7 +121,22 @@ def read_traces(paths: Sequence[str | Path]) -> list[RoutingTrace]:
         if (same := digest(trace)) in path_of:
             raise InputError(f"{path} holds the sequences of {path_of[same]}; a step has each once: leave one out")
         path_of[same] = path
+    _warn_of_other_weights(paths, traces)
     return traces
+
+
+def _warn_of_other_weights(paths: Sequence[str | Path], traces: Sequence[RoutingTrace]) -> None:
+    """Warn where one trace was sampled under none of the weights of another, as in another step or run."""
+    stated = [(path, {*trace.versions} - {NO_VERSION}) for path, trace in zip(paths, traces, strict=True)]
+    named = [(path, versions) for path, versions in stated if versions]
+    for path, versions in named[1:]:
+        if versions.isdisjoint(named[0][1]):
+            warnings.warn(
+                f"{path} was sampled under weight versions {sorted(versions)}, {named[0][0]} under "
+                f"{sorted(named[0][1])}; leave one out, unless one step trains on both",
+                stacklevel=2,
+            )
+            return
 
 
 def packed(
