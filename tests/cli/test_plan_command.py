@@ -179,7 +179,7 @@ def test_traces_of_other_weights_than_the_first_are_warned_of(files, tmp_path):
     first, second = (fr.load(path) for path in sorted(files.glob("step-*.safetensors")))
     mixed = fr.concatenate([second.select([0]).with_weight_version(6), second.select([1]).with_weight_version(7)])
     fr.save(first.with_weight_version(6), tmp_path / "6")
-    told = {"7": second.with_weight_version(7), "mixed": mixed, "unnamed": second}
+    told = {"7": second.with_weight_version(7), "mixed": mixed, "unnamed": second.with_weight_version(-1)}
     for name, trace in told.items():
         fr.save(trace, tmp_path / name)
         with warnings.catch_warnings(record=True) as said:
