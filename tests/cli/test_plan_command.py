@@ -186,7 +186,7 @@ def test_traces_of_other_weights_than_the_first_are_warned_of(files, tmp_path):
             warnings.simplefilter("always")
             read_step(files / "cluster.toml", [tmp_path / "6", tmp_path / name], token_budget=40)
         assert len(said) == (name == "7")
-    with pytest.warns(UserWarning, match=r"7 was sampled under weight versions \[7\], .*6 under \[6\]; leave one out"):
+    with pytest.warns(UserWarning, match=r"7 .*versions \[7\], .*6 under \[6\]"):
         read_step(files / "cluster.toml", [tmp_path / "6", tmp_path / "7"], token_budget=40)
 
 
