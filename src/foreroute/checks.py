@@ -15,6 +15,7 @@ UNITS = {
     "_flops_per_s": "FLOPs per second (1 TFLOP/s is 1e12)",
     "_s": "seconds (1 µs is 1e-6)",
     "_s_per_count": "seconds (1 ns is 1e-9)",
+    "_bytes": "bytes (bfloat16 has 2)",
 }
 """What names of figures end with, and the unit that is expected of them."""
 

@@ -2,6 +2,7 @@
 
 import base64
 import json
+import warnings
 from types import SimpleNamespace
 
 import numpy as np
@@ -294,3 +295,19 @@ def test_a_sequence_that_a_verl_batch_cut_has_routes_for_its_last_token():
     alone = {name: values[:1] for name, values in cut.items()}
     with pytest.raises(CaptureError, match=r"sequence 0.*routes"):
         decode(alone, model=rollouts[0].spec)
+
+
+@pytest.mark.parametrize(
+    ("experts", "layers", "is_told"), [(16, 3, False), (20, 3, True), (32, 4, True), (32, 2, False)]
+)
+def test_a_spec_of_more_experts_than_are_ever_picked_is_warned_of(experts, layers, is_told):
+    """Few layers tell nothing: a router that picks groups of experts may pick the first ones for all of a prompt."""
+    found = wires.rollout(np.random.default_rng(7), layers=layers, prompt=40)
+    assert found.routes_RLK.max() == 15
+    spec = fr.RoutingSpec(experts, found.spec.top_k, found.spec.layers)
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        assert decode(wires.vllm_narrow(found), model=spec).spec == spec
+    words = f"no layer picks an expert above 15 of {experts} in {len(found.routes_RLK)} rows"
+    assert [str(each.message).partition(";")[0] for each in told] == [words] * is_told
+    assert all(each.filename == __file__ for each in told)

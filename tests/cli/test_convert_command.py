@@ -1,6 +1,7 @@
 """`foreroute convert`: options and contents; `tests/robustness/test_doors.py` has files that are none."""
 
 import json
+import re
 from pathlib import Path
 
 import numpy as np
@@ -86,6 +87,16 @@ def test_a_folder_says_which_layers_are_dense(folder, name):
     assert trace.token_ids_N.tolist() == R.tokens
     (folder / "config.json").write_text(json.dumps({**CONFIG, "model_type": "of_nobody"}))
     refused(folder, "config.json cannot be loaded by transformers", "answer.json", "other", model=name)
+
+
+def test_weights_that_nobody_named_are_warned_of(folder):
+    """The trace is refused where a version is expected; one that was given is kept, and -1 says that none is known."""
+    for version in ("7", "-1"):
+        result = converted(folder, "answer.json", version, "--weight-version", version)
+        assert (fr.load(folder / version).versions, result.stderr) == ((int(version),), "")
+    result = converted(folder)
+    assert fr.load(folder / "out").versions == (-1,)
+    assert re.fullmatch(r"warning: \S+ was read without --weight-version, .*\n", result.stderr)
 
 
 def test_an_answer_needs_a_model(folder):

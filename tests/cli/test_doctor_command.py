@@ -89,6 +89,12 @@ def test_a_configuration_alone_is_enough_for_the_wiring(files):
     assert "No weights were given" in said(result)
 
 
+def test_a_warning_is_exit_code_0_and_said_to_be(files):
+    result = doctor("--model", files / "model" / "config.json", "--rollout", files / "bf16.generation")
+    assert result.returncode == 0, result.stderr
+    assert "compared with nothing. A warning ends with exit code 0, a problem with 1." in said(result)
+
+
 @pytest.fixture(scope="module")
 def run(tmp_path_factory):
     """What a run leaves: its configuration, checkpoints of two steps, and the rollout of the second one."""

@@ -3,6 +3,7 @@
 import html
 import re
 import shutil
+import warnings
 from dataclasses import fields
 
 import numpy as np
@@ -10,6 +11,7 @@ import pytest
 
 import foreroute as fr
 from foreroute.cli.plan import _facts, parse_options, read_step, run_plan
+from foreroute.costs.cluster_file import described, load_cluster
 from foreroute.layout import pack_sequences
 from foreroute.plan import PlanOptions, Topology, load_plan, save_plan, verify
 from foreroute.plan.counts import packed_counts, save_counts
@@ -60,8 +62,15 @@ def test_counts_to_table_plan_and_page(files, tmp_path):
     found = load_plan(output)
     verify(found, counts(), PlanOptions(home_moves=2))
     page = output.with_suffix(".html").read_text()
-    for made in (rf"foreroute {fr.__version__}, \d{{4}}-\d\d-\d\d: ", "--set home_moves=2", "cluster.toml", "TFLOP/s"):
+    for made in (rf"foreroute {fr.__version__}, \d{{4}}-\d\d-\d\d: ", "--set home_moves=2", "cluster.toml"):
         assert re.search(made, page)
+    given_rates = described(load_cluster(files / "cluster.toml"))
+    priced = {key for table, keys in given_rates.items() if table != "topology" for key in keys}
+    said = " ".join(result.stdout.split())
+    for key in priced:  # every one with its unit, so that a wrong unit is seen
+        assert re.search(rf"\b{key} [\w.]", said), key
+    assert "layer_s 40 us," in said
+    assert "trial_s_per_count 10 ns" in said
     for shown in (page, result.stdout):
         words = " ".join(shown.split())
         assert "Use the plan" in words or "Do not use the plan" in words
@@ -140,7 +149,9 @@ def test_traces_are_packed_by_length_or_by_routes_for_the_homes_of_the_step(file
     assert "16 sequences by length, at most 40 tokens" in by_length.facts["packing"]
     token_s, square_s = by_length.cluster.costs.attention_seconds(np.array([1, 0]), np.array([0, 1]))
     lengths = np.concatenate([trace.lengths for trace in loaded])
-    packing = pack_sequences(lengths, 4, 40, square_cost=square_s / token_s)
+    square_cost = load_cluster(files / "cluster.toml").costs.square_cost
+    assert square_cost == pytest.approx(square_s / token_s)
+    packing = pack_sequences(lengths, 4, 40, square_cost=square_cost)
     assert np.array_equal(by_length.counts_MLGE, packed_counts(loaded, packing))
     for moves in (0, 3):
         options = PlanOptions(packing="routes", home_moves=moves)
@@ -161,6 +172,22 @@ def test_traces_are_packed_by_length_or_by_routes_for_the_homes_of_the_step(file
     made = load_plan(output)
     verify(made, step.counts_MLGE, options)
     assert np.array_equal(made.packing.micro_step_S, step.packing.micro_step_S)
+
+
+def test_traces_of_other_weights_than_the_first_are_warned_of(files, tmp_path):
+    """Rollouts that share a version may be of one step, where weights changed underway; so may unnamed ones."""
+    first, second = (fr.load(path) for path in sorted(files.glob("step-*.safetensors")))
+    mixed = fr.concatenate([second.select([0]).with_weight_version(6), second.select([1]).with_weight_version(7)])
+    fr.save(first.with_weight_version(6), tmp_path / "6")
+    told = {"7": second.with_weight_version(7), "mixed": mixed, "unnamed": second.with_weight_version(-1)}
+    for name, trace in told.items():
+        fr.save(trace, tmp_path / name)
+        with warnings.catch_warnings(record=True) as said:
+            warnings.simplefilter("always")
+            read_step(files / "cluster.toml", [tmp_path / "6", tmp_path / name], token_budget=40)
+        assert len(said) == (name == "7")
+    with pytest.warns(UserWarning, match=r"7 .*versions \[7\], .*6 under \[6\]"):
+        read_step(files / "cluster.toml", [tmp_path / "6", tmp_path / "7"], token_budget=40)
 
 
 def test_the_step_before_from_traces(files):

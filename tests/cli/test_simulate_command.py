@@ -49,6 +49,7 @@ def test_configuration_to_table_figures_and_page(run, tmp_path):
     for method in figures["methods"]:
         (line,) = [line for line in table if line.startswith(f"{method['label']} ")]
         assert f"{method['speedup_over_static']:.2f}\N{MULTIPLICATION SIGN}" in line.split()
+    assert "Speedups leave out the wait for the plan, home moves and publishing" in " ".join(result.stdout.split())
     assert max(len(line) for line in result.stdout.splitlines() if "runs/simulate" not in line) <= 80
     resolved = parse_config(tomllib.loads(TOML), source="the test")
     assert json.loads((folder / "config.json").read_text()) == resolved.model_dump(mode="json")

@@ -117,6 +117,24 @@ def test_rates_are_put_into_a_file_and_all_else_stays(tmp_path):
     assert list(tmp_path.iterdir()) == [path]
 
 
+SECONDS = {"links": ("node_latency_s", "cluster_latency_s"), "hardware": ("layer_s", "replica_s", "replica_backward_s")}
+
+
+@pytest.mark.parametrize(("table", "key"), [(table, key) for table, keys in SECONDS.items() for key in keys])
+def test_milliseconds_in_place_of_seconds_are_refused_on_a_gpu(table, key):
+    """20 µs written as 0.02; all-to-alls of slow Ethernet are read, and what processes on few cores measured."""
+    given = {**USUAL, "hardware": {"preset": "h100"}}
+
+    def parsed(seconds, **hardware):
+        tables = {**given, "hardware": given["hardware"] | hardware}
+        return parse_cluster({**tables, table: tables.get(table, {}) | {key: seconds}}, source="x")
+
+    with pytest.raises(ConfigError, match=rf"\[{table}\] {key} is 0\.02; expected seconds .* 0\.01 at most on a GPU"):
+        parsed(0.02)
+    for seconds, hardware in ((0.005, {}), (0.02, {"tile_rows": 1})):
+        parsed(seconds, **hardware)
+
+
 @pytest.mark.parametrize(
     ("text", "message"),
     [
@@ -138,7 +156,7 @@ def test_without_presets_every_key_without_default_is_needed():
     with pytest.raises(ConfigError, match=r"\[links\] node_bytes_per_s, cluster_bytes_per_s.*\n.*\[hardware\] with"):
         parse_cluster({**USUAL, "hardware": hardware}, source="x")
     names = ("node_bytes_per_s", "cluster_bytes_per_s", "host_bytes_per_s", "node_latency_s", "cluster_latency_s")
-    whole = {**USUAL, "hardware": hardware, "links": dict.fromkeys(names, 1e6) | dict.fromkeys(names[3:], 1)}
+    whole = {**USUAL, "hardware": hardware, "links": dict.fromkeys(names, 1e6) | dict.fromkeys(names[3:], 1e-3)}
     assert parse_cluster(whole, source="x").costs.hardware.tile_rows == 128
     with pytest.raises(ConfigError, match=r"\[model\] num_layers, num_experts"):
         parse_cluster({key: whole[key] for key in whole if key != "model"}, source="x")
@@ -149,7 +167,10 @@ def test_all_missing_keys_of_all_tables_are_in_one_error():
     with pytest.raises(ConfigError) as caught:
         parse_cluster({}, source="x")
     lines = re.findall(r"^  \[(\w+)\] (.*)$", str(caught.value), re.MULTILINE)
-    named = {table: {key: 1e6 if key.endswith("_per_s") else 1 for key in keys.split(", ")} for table, keys in lines}
+    named = {
+        table: {key: {"_per_s": 1e6, "ency_s": 1e-3}.get(key[-6:], 1) for key in keys.split(", ")}
+        for table, keys in lines
+    }
     assert set(named) == {"topology", "hardware", "links", "model"}
     assert parse_cluster(named, source="x").topology.num_ranks == 1
 
@@ -187,6 +208,12 @@ H100, GLM, RANKS = {"preset": "h100"}, {"preset": "glm-4.5"}, {"num_ranks": 64, 
         ("hardware", H100 | {"layer_s": 40}, r"layer_s is 40; .*\(1 µs is 1e-6\), more than 0, and 1 at"),
         ("hardware", H100 | {"replica_s": -1.0}, r"replica_s is -1\.0; expected seconds"),
         ("hardware", H100 | {"replica_backward_s": 5}, "replica_backward_s is 5; expected seconds"),
+        (
+            "costs",
+            {"plan_s_per_count": 0.02},
+            r"plan_s_per_count is 0\.02; expected seconds \(1 ns is 1e-9\).* 0\.001 at",
+        ),
+        ("costs", {"trial_s_per_count": 0.5}, r"trial_s_per_count is 0\.5; expected seconds"),
         ("links", {"host_bytes_per_s": 900}, r"host_bytes_per_s is 900; .*1 GB/s is 1e9\), 1e\+06 to 1e\+18"),
         ("links", {"node_bytes_per_s": 340_000}, "node_bytes_per_s is 340000; expected bytes per second"),
         ("links", {"node_latency_s": 20}, "node_latency_s is 20; expected seconds"),
@@ -196,7 +223,7 @@ H100, GLM, RANKS = {"preset": "h100"}, {"preset": "glm-4.5"}, {"num_ranks": 64, 
         ("links", {"cluster_bytes_per_s": 1e30}, r"cluster_bytes_per_s is 1e\+30"),
         ("links", {"cluster_latency_s": 0}, "cluster_latency_s is 0"),
         ("model", GLM | {"weight_bytes": {}}, r"weight_bytes is \{\}"),
-        ("model", GLM | {"weight_bytes": 65}, "weight_bytes is 65"),
+        ("model", GLM | {"weight_bytes": 16}, r"weight_bytes is 16; expected bytes \(bfloat16 has 2\)"),
         ("model", GLM | {"top_k": 161}, "top_k is 161.*160 experts"),
         ("model", GLM | {"hidden": 0}, "hidden is 0"),
         ("model", GLM | {"num_experts": 32_769}, "num_experts is 32769"),

@@ -25,7 +25,7 @@ def equal(a, b):
         other = b.tensors[name]
         assert (type(one), one.dtype, one.tolist()) == (type(other), other.dtype, other.tolist())
     sizes = [plan.packing and (plan.packing.num_micro_steps, plan.packing.num_ranks) for plan in (a, b)]
-    names = ("topology", "counts_digest", "slots", "tokens_digest", "gains", "priced_paths")
+    names = ("topology", "counts_digest", "slots", "tokens_digest", "gains", "priced_paths", "unpriced")
     return sizes[0] == sizes[1] and all(getattr(a, name) == getattr(b, name) for name in names)
 
 
@@ -111,6 +111,8 @@ FORGERIES = {
     "gains by no path": (_metadata("gains", '{"recompute": 0.1, "update": 0.1}'), "priced_paths is None"),
     "a gain too large to be one": (_metadata("gains", '{"recompute": -1e999, "update": 0.1}'), "gains are .*finite"),
     "a path that is none": (_metadata("priced_paths", "nfs"), "priced_paths is 'nfs'"),
+    "a price that is none": (_metadata("unpriced", "moves"), r"unpriced is \('moves',\)"),
+    "no price without gains": (_metadata("unpriced", "planning"), "expected planning, votes too or not, or nothing"),
     "counts without a digest": (_metadata("counts_digest", "0" * 31), "32 hexadecimal digits"),
     "letters": (_metadata("counts_digest", "é" * 32), "32 hexadecimal digits"),
     "fetched twice": (_tensor("fetched_R", np.full(28, 2, np.uint8).view(np.bool_)), "neither 0 nor 1"),
@@ -147,7 +149,7 @@ def test_numbers_of_numpy_are_kept_as_integers(tmp_path):
     assert type(kept.num_ranks) is int
 
 
-VERSION_7 = Path(__file__).parent / "data" / "plan-v7.safetensors"
+VERSION_8 = Path(__file__).parent / "data" / "plan-v8.safetensors"
 
 
 def archived():
@@ -174,12 +176,13 @@ def archived():
         tokens_digest="ffeeddccbbaa99887766554433221100",
         gains={"recompute": 0.25, "update": -0.0078125},
         priced_paths="direct",
+        unpriced=("planning",),
     )
 
 
-def test_version_7_is_read_and_written():
-    assert equal(load_plan(VERSION_7), archived())
-    assert plan_to_bytes(archived()) == VERSION_7.read_bytes()
+def test_version_8_is_read_and_written():
+    assert equal(load_plan(VERSION_8), archived())
+    assert plan_to_bytes(archived()) == VERSION_8.read_bytes()
 
 
 @pytest.mark.parametrize("content", [b"", b"nonsense", b"\2" + bytes(7) + b"{}", b"\x10" + bytes(7) + b"[" * 16])

@@ -190,7 +190,7 @@ def test_without_reason_a_cell_stays_as_it_is():
     assert _same(_traffic(cell, counts_GE, fast_network, loads_alone), cell)
     assert not _same(_traffic(cell, counts_GE, topology, loads_alone), cell)
     alone = _homes_alone(counts_GE, topology)
-    assert _same(_traffic(alone, counts_GE, topology, heavy(costs, 64)), alone)
+    assert _same(_traffic(alone, counts_GE, topology, heavy(costs, 32)), alone)
     assert _same(_traffic(alone, np.zeros_like(counts_GE), topology, costs), alone)
 
 
@@ -238,11 +238,12 @@ def test_where_host_memory_is_slow_replicas_of_other_nodes_are_kept():
     assert kept.expert_R.tolist() == cell.expert_R[from_afar_R].tolist()
 
 
-def heavy(costs, weight_bytes):
-    """Weights of so many bytes, which are none the slower to compute with."""
+def heavy(costs, factor):
+    """Experts so many times as large, which are none the slower to compute with."""
     machine = costs.hardware
-    faster = replace(machine, memory_bytes_per_s=machine.memory_bytes_per_s * weight_bytes / costs.model.weight_bytes)
-    return replace(costs, model=replace(costs.model, weight_bytes=float(weight_bytes)), hardware=faster)
+    rates = {name: factor * getattr(machine, name) for name in ("gemm_flops_per_s", "memory_bytes_per_s")}
+    model = replace(costs.model, intermediate=factor * costs.model.intermediate)
+    return replace(costs, model=model, hardware=replace(machine, **rates))
 
 
 def test_declining_is_never_slower_and_keeps_slots_true():

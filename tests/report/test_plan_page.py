@@ -436,7 +436,14 @@ def test_without_sequences_homes_alone_are_set_beside_the_plan():
 
 SHOWN = {
     size: [(1.23e9, "1.23 GB"), (4.56e7, "45.6 MB"), (789, "789 B"), (0, "0 B"), (2e12, "2 TB")],
-    duration: [(3.21, "3.21 s"), (0.0456, "45.6 ms"), (7.89e-5, "78.9 us"), (1.0, "1 s"), (0.001, "1 ms")],
+    duration: [
+        (3.21, "3.21 s"),
+        (0.0456, "45.6 ms"),
+        (7.89e-5, "78.9 us"),
+        (1.0, "1 s"),
+        (0.001, "1 ms"),
+        (1e-8, "10 ns"),
+    ],
     step_time: [(0.00123, "1.23 ms"), (5.678, "5.68 s"), (14.0, "14.0 s"), (1234.5, "1,234 s")],
     over_mean: [(1.0, "1.000"), (1.02004, "1.020"), (12.34, "12.3")],
 }
@@ -446,7 +453,7 @@ SHOWN = {
 def test_numbers_have_the_digits_and_units_that_suit_them(shown):
     for value, text in SHOWN[shown]:
         assert shown(value).replace("\N{NO-BREAK SPACE}", " ") == text
-    assert [time_unit(most)[0] for most in (3.0, 0.002, 2e-9, 0.0)] == ["s", "ms", "us", "us"]
+    assert [time_unit(most)[0] for most in (3.0, 0.002, 2e-9, 0.0)] == ["s", "ms", "ns", "us"]
 
 
 def test_no_label_of_a_colour_bar_runs_into_that_of_one():

@@ -171,8 +171,14 @@ def test_a_plan_for_what_the_executor_lacks_is_warned_of(monkeypatch):
     across = plan(counts, Topology(RANKS, 2, 1, COSTS.hardware.links))
     with pytest.warns(UserWarning, match=r"several.*machine"):
         warn_of_lacks(across, "hf", "direct")
+    gains = {"recompute": 0.0, "update": 0.5}
+    uneven = plan(counts * np.arange(1, 17) ** 2, Topology(RANKS, RANKS, 1, COSTS.hardware.links))
+    unpriced = replace(uneven, gains=gains, unpriced=("planning", "votes"))
+    with pytest.warns(UserWarning, match="planning.*votes.*no price"):
+        warn_of_lacks(unpriced, "hf", COSTS.paths)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         warn_of_lacks(planned(counts, "ours", None), "hf", COSTS.paths)
+        warn_of_lacks(replace(unpriced, gains=dict.fromkeys(gains, 0.0)), "hf", COSTS.paths)
         monkeypatch.setitem(EXECUTES, "hf", EXECUTES["hf"] | {Ability.NODES})
         warn_of_lacks(across, "hf", "direct")

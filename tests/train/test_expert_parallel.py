@@ -128,7 +128,8 @@ def test_plans_go_by_the_prices_of_a_topology_file(workers, tmp_path):
     """Over a slow link between nodes of one rank, replicas keep tokens in them; where weights are large, none pays."""
     cheap, dear = tmp_path / "cheap.toml", tmp_path / "dear.toml"
     cheap.write_text(TOPOLOGY.format(links="", weight_bytes=1e-3))
-    dear.write_text(TOPOLOGY.format(links="node_bytes_per_s = 1e6", weight_bytes=64))
+    large = TOPOLOGY.replace("intermediate = 16", "intermediate = 128")
+    dear.write_text(large.format(links="node_bytes_per_s = 1e6", weight_bytes=8))
     (none,) = learn_alike(workers, config_of(2, topology=str(dear), paths="direct"), 1)
     for slots in ("layer", "shared"):
         (short,) = learn_alike(workers, config_of(2, topology=str(cheap), plan={"slots": slots}), 1)

@@ -120,6 +120,7 @@ def test_two_processes_measure_into_the_file(workers, tmp_path):
     for name in ("gemm_flops_per_s", "layer_s", "tile_rows", "publish_bytes_per_s"):
         assert getattr(hardware, name) != getattr(before.costs.hardware, name), name
     assert links.cluster_bytes_per_s == 1e9, "no other node is there to measure it with"
+    assert "cluster_bytes_per_s = 1e9\n" in path.read_text(), "nor is it called measured"
     assert links.node_bytes_per_s != 1e9
     assert min(after.costs.begin_s, after.costs.plan_s_per_count) > 0
     found = plan(counts(0.5), after.topology, costs=after.costs)
@@ -137,6 +138,7 @@ def test_one_process_looks_and_writes_nothing(tmp_path, monkeypatch):
     assert result.returncode == 0, result.stderr
     assert "nothing was written" in result.stdout
     assert "hardware.gemm_flops_per_s" in result.stdout
+    assert "links.node" not in result.stdout
     assert path.read_text() == FILE
     assert not dist.is_initialized()
 

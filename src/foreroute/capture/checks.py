@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from math import gcd
+import warnings
+from math import comb, gcd, log2
 from typing import Any
 
 import numpy as np
@@ -31,6 +32,9 @@ MOST_SHARE = 0.5
 and by, as a model of random weights does over a long text."""
 FEW = 4
 """Rows with the set that are added to those beside a run, since a share of 32 rows is known to no more than a tenth."""
+LAYER_BITS, SURE = 6.0, 16.0
+"""Most bits of a layer, and of all together, from which experts that no layer picks are warned of. Few tokens of a
+router that picks groups of experts first may all be of the same half of eight groups, with a chance of 2^-6."""
 ROWS_AT_ONCE = 4096
 TAIL = 16
 """Bytes at the end of a row, whose words are compared before all of it: last layers know most of the text before it."""
@@ -104,6 +108,29 @@ def frozen_rows(trace: RoutingTrace) -> str:
     # Rows are taken one after the other and from one sequence to the next: so a layer that never changes is found, and
     # an engine that stops to write rows in the middle of one request.
     return _same_picks(trace, rows, bits_L) or _same_row(trace, rows, bits_L)
+
+
+def warn_of_unused_experts(trace: RoutingTrace) -> None:
+    """Warn where no layer picks any of the last experts, as under a spec of more experts than the engine's model has.
+
+    Numbers of experts are names: the u of E experts that a layer picks are all among the first m by chance in
+    C(m, u) / C(E, u) of all cases.
+    """
+    num_experts, used = trace.spec.num_experts, 0
+    for start in range(0, trace.num_rows, ROWS_AT_ONCE):
+        used = max(used, 1 + int(trace.expert_ids_NLK[start : start + ROWS_AT_ONCE].max()))
+        if used == num_experts:
+            return
+    routed_RLK, bits = trace.expert_ids_NLK[trace.valid_N], 0.0
+    for layer in range(trace.spec.num_layers):
+        picked = len(np.unique(routed_RLK[:, layer]))
+        bits += min(log2(comb(num_experts, picked)) - log2(comb(used, picked)), LAYER_BITS)
+    if bits >= SURE:
+        warnings.warn(
+            f"no layer picks an expert above {used - 1} of {num_experts} in {len(routed_RLK)} rows; if the engine's "
+            "model has fewer experts, give its own spec: hf.attach(model).spec, or that of its folder",
+            stacklevel=4,
+        )
 
 
 def _same_picks(trace: RoutingTrace, rows: NDArray[np.int64], bits_L: NDArray[np.float64]) -> str:

@@ -13,7 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from foreroute.capture.arrays import columns_of, field_of, is_array, items_of, read_rows
-from foreroute.capture.checks import refuse_frozen_rows, refuse_routed_dense, unfilled_lookups
+from foreroute.capture.checks import refuse_frozen_rows, refuse_routed_dense, unfilled_lookups, warn_of_unused_experts
 from foreroute.capture.generation import Generation
 from foreroute.capture.indexers import with_indexer_choices
 from foreroute.capture.logprobs import read_logprobs
@@ -143,6 +143,7 @@ def _decode(
             "routed is RoutingTrace.unrouted"
         )
     refuse_frozen_rows(trace)
+    warn_of_unused_experts(trace)
     if have_all([raw.sampling_mask for raw in sequences], "sampling mask"):
         trace = trace.with_stream(SAMPLING, decode_masks(sequences, tokens, vocabulary_size))
     choices = [raw.indexer_topk for raw in sequences]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -67,6 +68,12 @@ def convert_file(
                     generation = decode_generation(data, token_ids=ids, **facts)
                 trace = decode(data, token_ids=ids, **facts) if generation is None else generation.trace
             what = f"output of the form {trace.provenance['wire']}"
+            if weight_version is None:
+                warnings.warn(
+                    f"{source} was read without --weight-version, so {target} does not say which weights made its "
+                    "routes: a replay that names a version, and foreroute doctor --weight-version, refuse it",
+                    stacklevel=1,
+                )
     console.print(printable(f"read   {source}: {what}, {trace!r}"), markup=False)
     with working(f"writing {target}", console):
         if generation is None:

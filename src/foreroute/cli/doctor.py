@@ -80,6 +80,8 @@ def run_doctor(
         if name in facts:
             console.print(f"{name}: {facts[name]}", highlight=False, markup=False)
     console.print(f"{diagnosis.headline}\n", style="bold", highlight=False, markup=False)
+    if diagnosis.worst is Severity.WARNING:
+        console.print("A warning ends with exit code 0, a problem with 1.\n", highlight=False, markup=False)
     console.print(shown_table(finding_table(diagnosis)))
     if (measures := measure_table(diagnosis.measures)).rows:
         console.print(shown_table(measures))

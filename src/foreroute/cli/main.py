@@ -108,7 +108,7 @@ def doctor(
     ] = False,
     output: Annotated[Path | None, typer.Option(help="Also write an HTML page.")] = None,
 ) -> None:
-    """Diagnose trainer and engine. Says how far they differ, why, and whether R3 helps; exit code 1 for a problem."""
+    """Diagnose trainer and engine. Says how far they differ, why, and if R3 helps; exit code 1 for a problem alone."""
     from foreroute.cli.doctor import run_doctor
     from foreroute.doctor import Severity
 

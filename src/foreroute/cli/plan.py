@@ -39,12 +39,12 @@ from foreroute.planner.homes import place_homes
 from foreroute.planner.packed_homes import PackedSequences
 from foreroute.report.page import Table, check_page
 from foreroute.report.plan import (
-    cost_words,
     executors_of_ways,
     plan_finding,
     plan_table,
     plan_tiles,
     planning_words,
+    rate_words,
     rows_table,
     ways_finding,
     ways_table,
@@ -73,8 +73,8 @@ def run_plan(
         step = read_step(topology, options=options, **inputs)
     options = replace(options, packing="length")  # which is done: the planner has packed counts
     problem = step.problem
-    facts = {**step.facts, **_facts(step, options), "costs": cost_words(step.cluster)}
-    console.print(shown_facts(facts))
+    facts = {**step.facts, **_facts(step, options)}
+    console.print(shown_facts(facts | rate_words(step.cluster)))
     cells = step.counts_MLGE.shape[0] * step.counts_MLGE.shape[1]
     with working("planning", console, total=cells, unit="cells") as work:
         found = timed_plan(problem, options, work.advance)

@@ -12,6 +12,7 @@ from foreroute.costs.cluster_file import cluster_toml
 from foreroute.errors import InputError, RunFolderError
 from foreroute.files.writing import check_writable, write_atomically, writing_named
 from foreroute.report.simulation import (
+    beside_ranking,
     executed,
     fit_summary,
     fit_table,
@@ -70,6 +71,6 @@ def _check_free(folder: Path) -> None:
 def _print(record: SimulationRecord, console: Console) -> None:
     console.print(shown_facts(record.facts))
     console.print(shown_table(simulation_table(record)))
-    for sentence in (simulation_finding(record), executed(record)):
+    for sentence in (simulation_finding(record), beside_ranking(record), executed(record)):
         console.print(sentence, highlight=False, markup=False)
     console.print(shown_tiles(simulation_tiles(record)))

@@ -26,6 +26,13 @@ TABLES = {"topology": Topology, "hardware": Hardware, "links": Links, "model": M
 """Class that each table describes. Attributes that are tables of this file stand beside it."""
 PRESETS = {"hardware": hardware_preset, "model": model_preset}
 NODE_LINK, CLUSTER_LINK = "node_bytes_per_s", "cluster_bytes_per_s"
+GPU_SECONDS = {
+    "links": ("node_latency_s", "cluster_latency_s"),
+    "hardware": ("layer_s", "replica_s", "replica_backward_s"),
+}
+"""Keys by table that hold microseconds to a few milliseconds on GPUs, over slow Ethernet too."""
+MOST_GPU_S = 0.01
+"""Their most seconds: 20 µs written in milliseconds are more. Processes on few cores of a CPU may take longer."""
 Rates = Mapping[str, Mapping[str, float]]
 """Values by table and key."""
 
@@ -75,6 +82,8 @@ def parse_cluster(values: Mapping[str, Any], *, source: str) -> Cluster:
     _refuse_missing(given, preset, source)
     links = _made("links", given, source, preset.get("links"))
     hardware = _made("hardware", given, source, hardware, links=links)
+    if hardware.tile_rows > 1:  # a CPU has no tiles
+        _refuse_other_units({"links": links, "hardware": hardware}, source)
     model = _made("model", given, source, preset.get("model"))
     width = hardware.ranks_per_node
     num_ranks = given["topology"].get("num_ranks", width)
@@ -85,6 +94,17 @@ def parse_cluster(values: Mapping[str, Any], *, source: str) -> Cluster:
     if topology.num_nodes > 1:
         _refuse_half_of_links(given["links"], links, source)
     return Cluster(topology, costs)
+
+
+def _refuse_other_units(tables: Mapping[str, Links | Hardware], source: str) -> None:
+    """Raise `ConfigError` for seconds of a GPU that are those of another unit."""
+    for table, made in tables.items():
+        for key in GPU_SECONDS[table]:
+            if (value := getattr(made, key)) > MOST_GPU_S:
+                raise ConfigError(
+                    f"{source}: [{table}] {key} is {value:g}; expected seconds (1 µs is 1e-6), {MOST_GPU_S:g} at most "
+                    "on a GPU; a CPU has tile_rows = 1 in [hardware]"
+                )
 
 
 def _refuse_half_of_links(given: Mapping[str, Any], links: Links, source: str) -> None:

@@ -40,11 +40,12 @@ MOST_OF_MODEL = {
     "vocabulary": 1 << 24,
 }
 MOST_OF_HARDWARE = {"ranks_per_node": MOST_RANKS, "tile_rows": 1_000_000}
-MOST_SECONDS, MOST_RATE, MOST_ELEMENT_BYTES, MOST_SEQUENCE, MOST_PREFETCH = 1.0, 1e24, 64, 1 << 24, 999_999
+MOST_SECONDS, MOST_RATE, MOST_ELEMENT_BYTES, MOST_SEQUENCE, MOST_PREFETCH = 1.0, 1e24, 8, 1 << 24, 999_999
 MOST_PRODUCTS = 1000
-"""Most seconds of a layer, FLOPs or bytes in a second, bytes of an element, tokens of a sequence, cells ahead, and
-products backward over forward. Like all bounds here, ten times what anyone has or more, and such that no product of
-them overflows."""
+MOST_S_PER_COUNT = 1e-3
+"""Most seconds of a layer, FLOPs or bytes in a second, bytes of an element, tokens of a sequence, cells ahead, products
+backward over forward, and seconds for a count. Like all bounds here, more than anyone has, such that no product of them
+overflows, and below what other units give: 16 bits of bfloat16, 0.02 µs for a count."""
 
 Dispatcher = Literal["copies", "dedup"]
 
@@ -143,7 +144,7 @@ class Hardware:
                 check_number(value, name=name, least=LEAST_RATE, most=MOST_RATE, error=ConfigError)
         check_number(self.layer_s, name="layer_s", most=MOST_SECONDS, error=ConfigError)
         check_number(self.backward_products, name="backward_products", most=MOST_PRODUCTS, error=ConfigError)
-        _check_seconds(self, "replica_s", "replica_backward_s")
+        _check_seconds(self, MOST_SECONDS, "replica_s", "replica_backward_s")
 
     def topology(self, num_ranks: int, redundant_slots: int) -> Topology:
         """G expert-parallel ranks of this hardware. Fewer ranks than fill one node are one node.
@@ -210,7 +211,13 @@ class CostModel:
         check_paths(self.paths)
         whole_number(self.prefetch, name="prefetch", least=0, most=MOST_PREFETCH, error=ConfigError)
         check_number(self.sequence_tokens, name="sequence_tokens", most=MOST_SEQUENCE, error=ConfigError)
-        _check_seconds(self, "trial_s_per_count", "plan_s_per_count", "begin_s")
+        _check_seconds(self, MOST_S_PER_COUNT, "trial_s_per_count", "plan_s_per_count")
+        _check_seconds(self, MOST_SECONDS, "begin_s")
+
+    @property
+    def unpriced(self) -> tuple[str, ...]:
+        """What a planned step takes once and the prices have at 0: planning, where nobody measured it, and votes."""
+        return () if self.plan_s_per_count else ("planning", "votes") if self.begin_s == 0 else ("planning",)
 
     def expert_seconds(self, tokens_X: NDArray[np.integer], one: PassCost = FORWARD) -> NDArray[np.float64]:
         """Seconds of single local experts; those of a rank add up. An expert without tokens costs nothing.
@@ -266,6 +273,12 @@ class CostModel:
         dense_X = one.gemm * 2 * self.model.dense_parameters * tokens_X / self.hardware.gemm_flops_per_s
         core_X = one.attention * 2 * self.model.attention_width * squares_X / self.hardware.attention_flops_per_s
         return dense_X + core_X
+
+    @property
+    def square_cost(self) -> float:
+        """Seconds of one more pair of tokens of a sequence, over one more token of any, for `pack_sequences`."""
+        token_s, square_s = self.attention_seconds(np.array([1, 0]), np.array([0, 1])).tolist()
+        return float(square_s / token_s)
 
     def head_seconds(self, tokens_X: NDArray[Any]) -> NDArray[np.float64]:
         """Seconds of the output head and log-probabilities in a forward pass: 2 h V FLOPs and 10 V bytes a token."""
@@ -342,9 +355,9 @@ PRICES = StructOf(**{name: _KINDS[kind] for name, kind in get_type_hints(Prices)
 """As compiled loops take them."""
 
 
-def _check_seconds(owner: Hardware | CostModel, *names: str) -> None:
-    """Refuse what is neither seconds nor 0."""
+def _check_seconds(owner: Hardware | CostModel, most: float, *names: str) -> None:
+    """Refuse what is neither seconds, `most` at most, nor 0."""
     for name in names:
         value = getattr(owner, name)
         if isinstance(value, bool) or value != 0:
-            check_number(value, name=name, most=MOST_SECONDS, error=ConfigError)
+            check_number(value, name=name, most=most, error=ConfigError)

@@ -203,7 +203,8 @@ def _versions(evidence: Evidence) -> Iterator[Finding]:
             Severity.PROBLEM,
             "routes",
             f"The trace does not say under which weights it was recorded, and the trainer is at {expected}.",
-            "Stamp routes when they are captured: capture.decode(..., weight_version=...).",
+            "Stamp routes when they are captured: capture.decode(..., weight_version=...), or foreroute convert "
+            "--weight-version.",
         )
     elif tuple(version for version in evidence.engine.versions if version >= 0) != (expected,):
         yield Finding(

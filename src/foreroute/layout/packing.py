@@ -74,7 +74,8 @@ def pack_sequences(
         lengths: integers [S], tokens of each sequence.
         num_ranks: G; 1 for the micro-batches of one rank.
         token_budget: most tokens of a rank in a micro-step.
-        square_cost: 8192 / 37.7e6 by FLOPs for Qwen3-30B-A3B, more as its kernel is slower.
+        square_cost: `CostModel.square_cost`, by which `foreroute plan` packs: 8192 / 37.7e6 by FLOPs for Qwen3-30B-A3B,
+            more as its kernel is slower.
         counts: integers [S, L, E], assignments of each sequence (`foreroute.plan.sequence_counts`).
         homes: integers [L, E], the rank of each expert, from 0 in its group; equal blocks of experts by default.
         groups: expert-parallel groups, each of G / groups ranks that follow each other.

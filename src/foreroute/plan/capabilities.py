@@ -64,7 +64,7 @@ def on_several_nodes(num_nodes: int) -> str:
 
 
 def warn_of_lacks(plan: StepPlan, executor: Executor, paths: FetchPath) -> None:
-    """Warn of what a plan asks for and its executor lacks, and of prices of another path than is taken."""
+    """Warn of what a plan asks for and its executor lacks, and of prices that are of another path, or lack a part."""
     # results are those of any plan all the same, so that neither is an error
     if plan.topology.num_nodes > 1 and Ability.NODES not in EXECUTES[executor]:
         warnings.warn(
@@ -72,8 +72,16 @@ def warn_of_lacks(plan: StepPlan, executor: Executor, paths: FetchPath) -> None:
             "alone, so that steps may take other times than were planned; keep an expert-parallel group within a node",
             stacklevel=2,
         )
+    runs_by_plan = not all(plan.is_at_home(pass_name) for pass_name in PASS_NAMES)
+    if plan.unpriced and runs_by_plan:
+        what = " and ".join(plan.unpriced)
+        warnings.warn(
+            f"the plan is executed for what it saves with {what} at no price, so that a step that waits for them may "
+            "lose; have foreroute measure price them in the topology file",
+            stacklevel=2,
+        )
     # between nodes both paths are the same, and at homes nothing travels
-    has_two_paths = plan.topology.ranks_per_node > 1 and not all(plan.is_at_home(pass_name) for pass_name in PASS_NAMES)
+    has_two_paths = plan.topology.ranks_per_node > 1 and runs_by_plan
     if plan.priced_paths not in (None, paths) and has_two_paths:
         warnings.warn(
             f"the plan was priced for weights by the path {plan.priced_paths!r}, and they travel by {paths!r}, so that "

@@ -111,6 +111,8 @@ def _check_figures(plan: StepPlan) -> None:
             f"priced_paths is {shown(plan.priced_paths)}; expected the path that prices are of, 'host' or 'direct', or "
             "None without gains"
         )
+    if plan.unpriced not in ((), ("planning",), ("planning", "votes")) or (plan.unpriced and not gains):
+        raise PlanError(f"unpriced is {shown(plan.unpriced)}; expected planning, votes too or not, or nothing")
     wrong_ML = ~((plan.bound_ML >= 0) & (plan.bound_ML <= plan.max_load_ML))  # so that NaN is wrong
     if wrong_ML.any():
         m, layer = np.argwhere(wrong_ML)[0].tolist()

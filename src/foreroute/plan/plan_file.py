@@ -28,9 +28,9 @@ from foreroute.plan.topology import Topology
 
 PLAN_FILE = FileFormat(
     name="plan",
-    version=7,
+    version=8,
     error=PlanError,
-    metadata=("topology", "slots", "gains", "priced_paths", "counts_digest", "tokens_digest"),
+    metadata=("topology", "slots", "gains", "priced_paths", "unpriced", "counts_digest", "tokens_digest"),
     # splits are most of a plan, and few are large
     tensors=TENSORS | {"tokens_RG": TensorSchema("U8 U16 I32", "RG")},
     made_by="foreroute plan and foreroute.plan.save_plan write plans",
@@ -77,6 +77,7 @@ def plan_content(plan: StepPlan) -> tuple[dict[str, str], dict[str, NDArray[Any]
         "slots": plan.slots,
         "gains": json.dumps(dict(plan.gains), allow_nan=False),
         "priced_paths": plan.priced_paths or "",
+        "unpriced": " ".join(plan.unpriced),
         "counts_digest": plan.counts_digest,
         "tokens_digest": plan.tokens_digest,
     }
@@ -120,5 +121,6 @@ def _decoded(metadata: Mapping[str, str], tensors: dict[str, NDArray[Any]]) -> S
         tokens_digest=metadata["tokens_digest"],
         gains=parse_json(metadata["gains"], PlanError, name="its gains"),
         priced_paths=cast("FetchPath | None", metadata["priced_paths"] or None),
+        unpriced=tuple(metadata["unpriced"].split()),
         **tensors,
     )

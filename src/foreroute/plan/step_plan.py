@@ -58,6 +58,7 @@ class StepPlan:
         gains: of both passes, the share that the plan saves of the modelled seconds with every expert at its home, when
             it has paid for what a planned step takes once; empty where nothing was priced.
         priced_paths: the path of replicas' weights that prices are of; None where nothing was priced.
+        unpriced: what a planned step takes once and `gains` have at 0: "planning", "votes".
     """
 
     topology: Topology
@@ -71,6 +72,7 @@ class StepPlan:
     tokens_digest: str = ""
     gains: Mapping[PassName, float] = field(default_factory=dict)
     priced_paths: FetchPath | None = None
+    unpriced: tuple[str, ...] = ()
 
     def __repr__(self) -> str:
         num_micro_steps, num_layers, num_experts = self.shape
@@ -140,7 +142,8 @@ class StepPlan:
         homes = "the homes that experts move to" if moved else "homes"
         gain = f"{abs(self.gains[pass_name]):.1%} of the modelled time at {homes}"
         if not self.is_at_home(pass_name):
-            return f"by the plan: it saves {gain}"
+            free = f", {' and '.join(self.unpriced)} at no price" * bool(self.unpriced)
+            return f"by the plan: it saves {gain}{free}"
         verb = "cost" if self.gains[pass_name] < 0 else "save"
         return f"at homes: the plan would {verb} {gain}; it must save {LEAST_GAIN:.0%} or more"
 

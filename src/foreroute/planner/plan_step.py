@@ -109,6 +109,7 @@ def plan_and_why(
     if options.home_moves != 0:
         home_LE = place_homes(counts, topology, home_LE, max_moves=options.home_moves, threads=options.threads)
     hosts, figures_ML2, why = _plan_cells(counts, topology, options, home_LE, costs, on_progress)
+    gains = _gains(hosts, counts, topology, costs, options)
     found = StepPlan(
         topology=topology,
         previous_home_LE=previous_LE,
@@ -117,8 +118,9 @@ def plan_and_why(
         bound_ML=figures_ML2[..., 1].astype(np.float64),
         counts_digest=counts_digest(counts),
         slots=options.slots,
-        gains=_gains(hosts, counts, topology, costs, options),
+        gains=gains,
         priced_paths=None if costs is None or (options.traffic, options.pay_off) == (False, False) else costs.paths,
+        unpriced=costs.unpriced if costs is not None and gains else (),
     )
     return found, why | {pass_name: found.decision(pass_name) for pass_name in PASS_NAMES}
 

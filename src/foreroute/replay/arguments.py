@@ -58,9 +58,12 @@ def require_version(versions: tuple[int, ...], expected: int | Collection[int], 
     accepted = _accepted(expected)
     stated = isinstance(accepted, range)  # its numbers are steps, which may reach below 0 at the start of a run
     if not versions or not all(v in accepted and not (stated and v == NO_VERSION) for v in versions):
+        remedy = "Replay the trace of the rollout that this update belongs to"
+        if NO_VERSION in versions:
+            remedy = "Give weight_version= to what makes the trace, or foreroute convert --weight-version"
         raise StaleTraceError(
             f"{what} was recorded under weight versions {list(versions)}, expected only {_shown(accepted)} "
-            f"({NO_VERSION} means not stated). Replay the trace of the rollout that this update belongs to"
+            f"({NO_VERSION} means not stated). {remedy}"
         )
 
 

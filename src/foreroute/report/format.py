@@ -13,7 +13,7 @@ from foreroute.files.json_form import by_key
 ABSENT = "–"  # noqa: RUF001  an en dash in a table cell: never measured
 GAP = "\N{NO-BREAK SPACE}"
 SIZES = {"TB": 1e12, "GB": 1e9, "MB": 1e6, "kB": 1e3}
-UNITS = {"s": 1.0, "ms": 1e-3, "us": 1e-6}
+UNITS = {"s": 1.0, "ms": 1e-3, "us": 1e-6, "ns": 1e-9}
 TIMES = "\N{MULTIPLICATION SIGN}"
 
 AS_FAST = 1.005
@@ -90,6 +90,16 @@ def step_time(value: float | None) -> str:
         return ABSENT
     decimals = 2 if value < 10 else 1 if value < 100 else 0
     return f"{value:,.{decimals}f}{GAP}s" if value >= 0.1 else duration(value)
+
+
+def rate(name: str, value: float | str) -> str:
+    """What a key of a topology file holds, in the unit that its name tells."""
+    if isinstance(value, str) or not name.endswith(("_s", "_s_per_count")):
+        return f"{value}"
+    for ending, one, unit in (("_flops_per_s", 1e12, "TFLOP/s"), ("_bytes_per_s", 1e9, "GB/s")):
+        if name.endswith(ending):
+            return f"{value / one:,.4g} {unit}"
+    return duration(value)
 
 
 def size(value: float) -> str:

@@ -12,7 +12,7 @@ from foreroute.costs.pricing import PART_NAMES
 from foreroute.plan.capabilities import EXECUTES, EXECUTOR_NAMES, Ability, on_several_nodes
 from foreroute.plan.options import PASS_NAMES
 from foreroute.report.figure import PART_COLOURS, heat_maps, layer_label
-from foreroute.report.format import TIMES, duration, over_mean, percentage, size, step_time, time_unit, times
+from foreroute.report.format import TIMES, duration, over_mean, percentage, rate, size, step_time, time_unit, times
 from foreroute.report.methods import BOUND, method_table, passes_by_part, worth
 from foreroute.report.page import Caption, Column, Page, PageSection, Plot, Table, TableRow, Tile, Tone, write_page
 
@@ -295,16 +295,15 @@ def _left_out(found: PlanComparison) -> str:
     )
 
 
-def cost_words(cluster: Cluster) -> str:
-    """The rates that seconds stand on, in words: presumed, unless a topology file has measured ones."""
-    costs, links = cluster.costs, cluster.topology.links
-    sent = "without duplicates" if costs.dispatcher == "dedup" else "of every copy"
-    return (
-        f"{costs.hardware.gemm_flops_per_s / 1e12:.4g} TFLOP/s, {links.node_bytes_per_s / 1e9:.4g} GB/s in a node, "
-        f"{links.cluster_bytes_per_s / 1e9:.4g} GB/s between nodes, {costs.model.expert_bytes / 1e6:.3g} MB an expert, "
-        f"dispatch {sent}, weights of replicas by the path {costs.paths!r}, "
-        f"planning {costs.plan_s_per_count:g} s a count, votes {costs.begin_s:g} s a step"
-    )
+def rate_words(cluster: Cluster) -> dict[str, str]:
+    """By table, every key of a topology file that seconds stand on, presumed or measured, with its unit."""
+    from foreroute.costs.cluster_file import described
+
+    return {
+        table: ", ".join(f"{key} {rate(key, value)}" for key, value in values.items())
+        for table, values in described(cluster).items()
+        if table != "topology"
+    }
 
 
 def planning_words(found: PlanComparison, threads: int) -> str:

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from foreroute.plan.capabilities import SEVERAL_NODES, Ability
 from foreroute.report.figure import PART_COLOURS, stacked_bars
-from foreroute.report.format import AS_FAST, as_fast, duration, flattened, percentage, step_time, times
+from foreroute.report.format import AS_FAST, as_fast, duration, flattened, percentage, rate, step_time, times
 from foreroute.report.methods import BOUND, method_table, modelled, named, passes_by_part, worth
 from foreroute.report.page import Caption, Column, Page, PageSection, Plot, Table, TableRow, Tile, write_page
 
@@ -129,6 +129,15 @@ def simulation_finding(record: SimulationRecord) -> str:
     )
 
 
+def beside_ranking(record: SimulationRecord) -> str:
+    """What a step takes beside recompute and update, by which methods are ranked."""
+    rollout = f"with {step_time(record.rollout_s)} of rollout" if record.rollout_s else "without its rollout"
+    return (
+        "Speedups leave out the wait for the plan, home moves and publishing, which come before the recompute. "
+        f"GPU-hours count all phases of the step, {rollout}, reduction and optimizer among them. Votes are in neither."
+    )
+
+
 def simulation_tiles(record: SimulationRecord) -> tuple[Tile, ...]:
     """Savings of the method that the page is about, and the size of a step."""
     from foreroute.simulate.records import headline
@@ -168,7 +177,7 @@ def fit_table(found: FitRecord) -> Table:
     """One row per fitted parameter, with units."""
     columns = (Column("Rate", "rate"), Column("Configured", "configured"), Column("Fitted", "fitted"))
     rows = [
-        TableRow(cells=(name, _rate(name, found.before[name]), _rate(name, value)))
+        TableRow(cells=(name, rate(name, found.before[name]), rate(name, value)))
         for name, value in found.parameters.items()
     ]
     return Table(columns=columns, rows=tuple(rows))
@@ -228,12 +237,7 @@ def _page(record: SimulationRecord, config: SimulateConfig, fit: FitRecord | Non
         f"that was drawn or given; nothing was measured on GPUs. Planning alone is {planning}."
     )
     sections = [PageSection(heading="Where the time goes", texts=(seconds_are,), plots=plots)]
-    rollout = f"with {step_time(record.rollout_s)} of rollout" if record.rollout_s else "without its rollout"
-    before_it = (
-        "The wait for the plan, home moves and publishing come before the recompute and are in no other column but "
-        f"GPU-hours, which count all phases of the step, {rollout}, reduction and optimizer among them."
-    )
-    notes = (executed(record), *METHODS[:2], before_it, *METHODS[2:])
+    notes = (executed(record), *METHODS[:2], beside_ranking(record), *METHODS[2:])
     sections.append(PageSection(heading="All methods", tables=(simulation_table(record),), notes=notes))
     if fit is not None:
         sections.append(
@@ -254,11 +258,3 @@ def _page(record: SimulationRecord, config: SimulateConfig, fit: FitRecord | Non
         facts=record.facts,
         sections=tuple(sections),
     )
-
-
-def _rate(name: str, value: float) -> str:
-    if name.endswith("_flops_per_s"):
-        return f"{value / 1e12:,.4g} TFLOP/s"
-    if name.endswith("_bytes_per_s"):
-        return f"{value / 1e9:,.4g} GB/s"
-    return duration(value)

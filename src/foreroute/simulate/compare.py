@@ -179,5 +179,5 @@ def compare_plan(
         least_s=float(least_seconds(counts, plan.topology, costs).sum()),
         once_s=0.0 if all(map(plan.is_at_home, PASS_NAMES)) else costs.step_seconds(plan.hosts, plan.topology),
         elapsed_s=found.elapsed_s,
-        unpriced=() if costs.plan_s_per_count else ("planning", "votes") if costs.begin_s == 0 else ("planning",),
+        unpriced=costs.unpriced,
     )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from functools import partial
@@ -19,7 +20,7 @@ from foreroute.plan.topology import Topology
 from foreroute.planner.packed_homes import PackedSequences
 from foreroute.simulate.balancers import BalancerInput
 from foreroute.simulate.workload import WORKLOADS, DrawnStep, Workload
-from foreroute.trace import RoutingTrace, load
+from foreroute.trace import NO_VERSION, RoutingTrace, load
 from foreroute.trace.container import digest
 
 if TYPE_CHECKING:
@@ -120,7 +121,22 @@ def read_traces(paths: Sequence[str | Path]) -> list[RoutingTrace]:
         if (same := digest(trace)) in path_of:
             raise InputError(f"{path} holds the sequences of {path_of[same]}; a step has each once: leave one out")
         path_of[same] = path
+    _warn_of_other_weights(paths, traces)
     return traces
+
+
+def _warn_of_other_weights(paths: Sequence[str | Path], traces: Sequence[RoutingTrace]) -> None:
+    """Warn where one trace was sampled under none of the weights of another, as in another step or run."""
+    stated = [(path, {*trace.versions} - {NO_VERSION}) for path, trace in zip(paths, traces, strict=True)]
+    named = [(path, versions) for path, versions in stated if versions]
+    for path, versions in named[1:]:
+        if versions.isdisjoint(named[0][1]):
+            warnings.warn(
+                f"{path} was sampled under weight versions {sorted(versions)}, {named[0][0]} under "
+                f"{sorted(named[0][1])}; leave one out, unless one step trains on both",
+                stacklevel=2,
+            )
+            return
 
 
 def packed(
@@ -136,8 +152,8 @@ def packed(
     With homes, they are packed by routes, so that experts there are level.
     """
     counts = None if home_LE is None else sequence_counts(traces)
-    square = _square_cost(costs)
-    return pack_sequences(_lengths(traces), num_ranks, budget, square_cost=square, counts=counts, homes=home_LE)
+    lengths_S, square_cost = _lengths(traces), costs.square_cost
+    return pack_sequences(lengths_S, num_ranks, budget, square_cost=square_cost, counts=counts, homes=home_LE)
 
 
 def packed_sequences(
@@ -149,7 +165,7 @@ def packed_sequences(
         lengths_S=_lengths(traces),
         counts_SLE=sequence_counts(traces),
         token_budget=budget,
-        square_cost=_square_cost(costs),
+        square_cost=costs.square_cost,
     )
 
 
@@ -167,14 +183,8 @@ def _drawn_sequences(step: DrawnStep, begin: int, end: int, costs: CostModel) ->
         lengths_S=lengths_S,
         counts_SLE=step.sequence_counts(begin, end),
         token_budget=int(held_MG.max()),
-        square_cost=_square_cost(costs),
+        square_cost=costs.square_cost,
     )
-
-
-def _square_cost(costs: CostModel) -> float:
-    """Seconds of one more pair of tokens of the same sequence, over those of one more token of any."""
-    token_s, square_s = costs.attention_seconds(np.array([1, 0]), np.array([0, 1])).tolist()
-    return float(square_s / token_s)
 
 
 def _lengths(traces: Sequence[RoutingTrace]) -> NDArray[np.int64]:

@@ -29,7 +29,7 @@ from torch import Tensor
 from foreroute.adapters import hf
 from foreroute.adapters.hf.spreading import spread
 from foreroute.adapters.hf.trace_rows import TraceRows
-from foreroute.costs.cluster_file import Cluster, Rates
+from foreroute.costs.cluster_file import Cluster, Rates, described
 from foreroute.costs.fitting import find_rates, with_values
 from foreroute.costs.model import CostModel, Hardware, ModelShape
 from foreroute.costs.pricing import step_parts
@@ -79,7 +79,7 @@ def measure_rates(cluster: Cluster, ranks: Alone, device: torch.device, tokens: 
         tokens: of a rank in a micro-step, as they will be.
 
     Returns:
-        By table and key of a topology file, the same on all ranks.
+        What was measured by table and key of a topology file, the same on all ranks.
 
     Raises:
         ConfigError: when the file is of other ranks, weights of its bytes are not measured, or no such model can be.
@@ -109,10 +109,16 @@ def measure_rates(cluster: Cluster, ranks: Alone, device: torch.device, tokens: 
         "links": vars(known.links),
         "costs": {"plan_s_per_count": plan_s_per_count, "begin_s": begin_s},
     }
-    # to four digits; whole numbers stay
+    # to four digits; whole numbers stay, and what nobody measured is left to the file
+    before = described(cluster)
     return {
-        table: {key: value if isinstance(value, int) else float(f"{value:.4g}") for key, value in of.items()}
+        table: {
+            key: value if isinstance(value, int) else float(f"{value:.4g}")
+            for key, value in of.items()
+            if value != before[table][key]
+        }
         for table, of in rates.items()
+        if of != before[table]
     }
 
 
