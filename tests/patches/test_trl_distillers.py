@@ -170,6 +170,7 @@ def test_gkd_trains_the_student_on_the_routes_of_its_rollout(tmp_path):
     assert apart < 1e-5
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("settings", [{"activation_checkpointing": True}, {"lmbda": 0.0, "seq_kd": True}], ids=str)
 def test_gkd_recomputes_and_a_teacher_that_samples_scores_on_its_own_routes(settings, tmp_path):
     model, teacher, books = policy(), policy(seed=1), Books()
@@ -190,6 +191,7 @@ def test_gkd_recomputes_and_a_teacher_that_samples_scores_on_its_own_routes(sett
         assert (others > 0) == of_teacher
 
 
+@pytest.mark.slow
 def test_gkd_without_replay_and_with_routes_a_token_off_differs(tmp_path, monkeypatch):
     class Native(distill_r3.GKDTrainer):
         def compute_loss(self, *args, **kwargs):
@@ -212,6 +214,7 @@ def test_gkd_without_replay_and_with_routes_a_token_off_differs(tmp_path, monkey
         assert apart > 1e-3
 
 
+@pytest.mark.slow
 def test_distillation_trains_on_the_routes_that_vllm_returned(tmp_path, monkeypatch):
     monkeypatch.setattr(vllm_fakes.Sampler, "sample", of_vllm(vllm_fakes.Sampler.sample, books := Books()))
     vllm_fakes.colocated(monkeypatch, drawn_in_part)
@@ -230,6 +233,7 @@ def test_distillation_trains_on_the_routes_that_vllm_returned(tmp_path, monkeypa
     assert apart > 1e-3
 
 
+@pytest.mark.slow
 def test_distillation_by_generate_trains_on_the_routes_of_its_rollout(tmp_path):
     books = Books()
     model = writing_down(policy(), books)

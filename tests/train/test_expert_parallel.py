@@ -163,6 +163,7 @@ def test_each_update_of_a_rollout_runs_on_replicas_of_the_weights_before_it(work
     same_numbers(planned.state, at_home.state)
 
 
+@pytest.mark.slow
 def test_gradients_of_another_scale_are_noticed(workers):
     """A control: clipping and AdamW hide most of it."""
     with pytest.raises(AssertionError, match=r"equal.*tolerance"):

@@ -156,6 +156,7 @@ def test_nothing_random_is_left_in_training(family, noise):
     assert torch.equal(outputs[0], model.eval()(input_ids=ids).logits)
 
 
+@pytest.mark.slow
 def test_a_family_without_a_balancing_loss_says_what_to_change(tmp_path):
     sizes = {name: size for name, size in FAMILIES["deepseek_v3"].items() if name != "vocab_size"}
     values = {**small_values(rl={"steps": 1}), "model": {"family": "deepseek_v3", "sizes": sizes}}

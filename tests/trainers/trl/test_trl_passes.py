@@ -27,7 +27,7 @@ SEQUENCES = 8
 """In a rollout."""
 
 
-SLOW = ("one-update", "lora")
+SLOW = ("one-update", "reference", "lora")
 
 
 @pytest.fixture(params=[pytest.param(name, marks=pytest.mark.slow) if name in SLOW else name for name in CASES])

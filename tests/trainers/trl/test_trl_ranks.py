@@ -1,17 +1,21 @@
 """Two processes: DDP, FSDP2 by accelerate, transformers' expert parallelism, without plans and under them.
 
-Routes reach the experts of both, weights are those of DDP, and metrics are of both.
+Routes reach the experts of both, weights are those of DDP, and metrics are of both. docs/experts.md runs there too.
 """
 
+import io
 import os
-from contextlib import closing, contextmanager, nullcontext
+import re
+from contextlib import chdir, closing, contextmanager, nullcontext, redirect_stdout
 from dataclasses import replace
+from pathlib import Path
 from types import SimpleNamespace
 from unittest.mock import patch
 
 import numpy as np
 import pytest
 import torch
+import torch.distributed as dist
 from accelerate.state import AcceleratorState, DistributedType
 from transformers import Qwen3MoeForCausalLM
 from transformers.distributed import DistributedConfig
@@ -45,9 +49,9 @@ RUNS = {
     # of the trainer, but for FSDP2 of accelerate, the implementation of expert parallelism, and a source of rollouts
     "ddp": {},
     "fsdp": SHARDED,
-    "native": SHARDED | {"replay": "none"},
-    "generate": SHARDED | {"source": lambda: None},
-    "engine": SHARDED | {"source": lambda: rollout_with(EmbeddedEngine(policy(seed=1), "float32"))},
+    "native": SHARDED | {"replay": "none", "max_steps": 1},
+    "generate": SHARDED | {"source": lambda: None, "max_steps": 1},
+    "engine": SHARDED | {"source": lambda: rollout_with(EmbeddedEngine(policy(seed=1), "float32")), "max_steps": 1},
     "experts": SPREAD,
     "planned": PLANNED,
     "gradients dropped": PLANNED,
@@ -75,7 +79,11 @@ def train(rank, folder):
             self.distributed_type = DistributedType.FSDP
 
     # accelerate leaves FSDP out where there are CPUs alone
-    AcceleratorState.__init__ = as_on_a_gpu
+    with patch.object(AcceleratorState, "__init__", as_on_a_gpu):
+        return train_all(rank, folder) | measure(rank, folder)
+
+
+def train_all(rank, folder):
     results = {}
     for name, settings in RUNS.items():
         settings = {"optim": "sgd", "learning_rate": 0.1, "max_steps": 2, "reward_funcs": told_apart, **settings}
@@ -105,7 +113,7 @@ def train(rank, folder):
         with pytest.raises(ConfigError, match=f"has {ranks} ranks of {slots} slots; expected 2, which share"):
             make(f"{folder}/unfit", **settings | {"topology": unfit})
     AcceleratorState._reset_state(reset_partial_state=True)
-    return results | measure(rank, folder)
+    return results
 
 
 def measure(rank, folder):
@@ -141,12 +149,17 @@ def deal_out(rank):
 
 
 @pytest.fixture(scope="module")
-def results(tmp_path_factory):
+def processes():
+    with closing(two_processes()) as workers:
+        yield workers
+
+
+@pytest.fixture(scope="module")
+def results(processes, tmp_path_factory):
     """By rank."""
     folder = tmp_path_factory.mktemp("ranks")
     policy().save_pretrained(folder)
-    with closing(two_processes()) as workers:
-        return workers.run(train, str(folder))
+    return processes.run(train, str(folder))
 
 
 @pytest.mark.slow
@@ -218,6 +231,37 @@ def test_what_the_main_process_was_answered_is_dealt_out_in_blocks(results):
         assert tokens.tolist() == [2 * rank, 2 * rank + 1, 2 * rank + 1, 2 * rank + 2]
         assert wrong is BatchMismatchError
         assert failed == "no routes"
+
+
+PAGE = Path(__file__).parents[3] / "docs" / "experts.md"
+FENCE = re.compile(r"^```python\n(.*?)^```", re.MULTILINE | re.DOTALL)
+READERS = """
+from datasets import Dataset
+from examples.trl.tiny import tokenizer, vowels as reward
+dataset, tokenizer = Dataset.from_dict({"prompt": [f"many vowels {n}: " for n in range(8)]}), tokenizer()
+"""
+"""What a reader has before the first line."""
+
+
+def run_page(rank, folder, blocks):
+    """What a process of torchrun prints, in the group that is there."""
+    as_torchrun_does(rank)
+    page = {"__name__": "__main__"}
+    with redirect_stdout(io.StringIO()) as printed, chdir(folder), patch.object(dist, "init_process_group") as begun:
+        for block in [READERS, *blocks]:
+            exec(block, page)
+        begun.assert_called_once_with("gloo")
+    return printed.getvalue()
+
+
+@pytest.mark.slow
+@pytest.mark.shows("Hugging Face", "Trainer with gradient accumulation on spread experts, under plans, two processes")
+def test_the_page_of_experts_runs(processes, tmp_path):
+    blocks = FENCE.findall(PAGE.read_text())
+    assert len(blocks) == 6
+    printed = processes.run(run_page, tmp_path, blocks)
+    rows = [int(*re.findall(rf"^rank {rank} computed (\d+) rows$", printed[rank], re.MULTILINE)) for rank in (0, 1)]
+    assert abs(rows[0] - rows[1]) <= 0.04 * sum(rows), "replicas even the ranks out"
 
 
 class Noting(PlannedWindows):

@@ -50,7 +50,7 @@ OPTIONS = {
     "environment": {"run": tools_runs.trained, "model": agent, "tools": (), "environment_factory": tools_runs.Counter},
 }
 
-BY_DAY = ("one-update", "tools", "grpo", "dr_grpo", "reference", "lora", "environment")
+BY_DAY = ("one-update", "sapo", "tools", "grpo", "dr_grpo", "reference", "lora", "environment")
 BY_NIGHT = ("bnpo", "cispo", "luspo", "vespo", "entropy", "compiled")
 """They differ from others in what TRL alone computes, or test_trl_kernels.py has them by day."""
 
@@ -88,7 +88,7 @@ def require_same(folder, **settings):
 @pytest.mark.parametrize(
     "options",
     [
-        *("defaults", "sapo"),
+        "defaults",
         *(pytest.param(name, marks=pytest.mark.slow) for name in OPTIONS if name in BY_DAY),
         *(pytest.param(name, marks=pytest.mark.exhaustive) for name in OPTIONS if name in BY_NIGHT),
     ],
@@ -207,7 +207,7 @@ if not hasattr(trl.GRPOConfig, "use_transformers_continuous_batching"):  # befor
 @pytest.mark.shows(
     "TRL", '`replay="none"` where nothing can be recorded: continuous batching, beams, a `rollout_func` without routes'
 )
-@grid("reason", list(UNMEASURED), quick=3)
+@grid("reason", list(UNMEASURED), quick=1)
 def test_where_nothing_can_be_recorded_training_is_trls_own_and_the_log_says_why(reason, folder, caplog):
     settings, message = UNMEASURED[reason]
     settings = {"max_steps": 1, **settings}
