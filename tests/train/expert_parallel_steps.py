@@ -31,6 +31,9 @@ TIMEOUT_S = 200.0
 """For an exchange: the first plan of a machine waits until its kernels are compiled."""
 
 
+ONE_LAYER = {"sizes": {**SIZES, "num_hidden_layers": 1}}
+
+
 @dataclass
 class Steps:
     """What rank 0 knows of them, records as lines of metrics, and the state after the last."""
@@ -40,15 +43,18 @@ class Steps:
     state: dict
 
 
-def config_of(num_ranks, *, routing="R3", mini_steps=1, model=None, **parallel):
+def config_of(num_ranks, *, model=None, **chosen):
+    """Of these settings those of `[rl]`, and the others of `[parallel]`."""
+    rl = {name: chosen.pop(name) for name in ("routing", "mini_steps", "method", "correction") if name in chosen}
+    parallel = {}
     if num_ranks > 1:
-        options = {"tolerance": 0.0, **parallel.pop("plan", {})}
-        parallel = {"expert": num_ranks, "plan": options, "timeout_s": TIMEOUT_S, **parallel}
+        options = {"tolerance": 0.0, **chosen.pop("plan", {})}
+        parallel = {"expert": num_ranks, "plan": options, "timeout_s": TIMEOUT_S, **chosen}
     # grouped_mm knows no float64
     return small_config(
         model={"experts_implementation": "eager", "sizes": dict(SIZES), **(model or {})},
         rollout={"prompts": 8},
-        rl={"routing": routing, "mini_steps": mini_steps, "micro_step_tokens": 96},
+        rl={"routing": "R3", "mini_steps": 1, "micro_step_tokens": 96, **rl},
         parallel=parallel,
     )
 
@@ -155,6 +161,7 @@ def scored_by_tokens():
 def run_config(num_ranks, **sections):
     sections["rl"] = {"steps": 2, "micro_step_tokens": 96, **sections.get("rl", {})}
     parallel = {"expert": num_ranks, "timeout_s": TIMEOUT_S, **sections.pop("parallel", {})}
+    sections = {"warm_start": {"max_steps": 1}, **sections}
     return small_config(rollout={"prompts": 8}, parallel=parallel if num_ranks > 1 else {}, **sections)
 
 
