@@ -208,7 +208,7 @@ def test_gkd_without_replay_and_with_routes_a_token_off_differs(tmp_path, monkey
     for kind, least in ((Native, 0.02), (Shifted, 0.5)):
         model, books = policy(), Books()
         with scored(model) as steps:
-            gkd_trainer(tmp_path, model, kind=kind, samples_for=Engine(books)).train()
+            gkd_trainer(tmp_path, model, kind=kind, samples_for=Engine(books), max_steps=1).train()
         rows, others, apart = judged(steps, books)
         assert others > least * rows > 0
         assert apart > 1e-3
@@ -220,10 +220,10 @@ def test_distillation_trains_on_the_routes_that_vllm_returned(tmp_path, monkeypa
     vllm_fakes.colocated(monkeypatch, drawn_in_part)
     monkeypatch.setattr(distillation_trainer, "is_vllm_available", lambda: True)
     found = {}
-    for kind in (distill_r3.DistillationTrainer, trl.DistillationTrainer):
+    for kind, max_steps in ((distill_r3.DistillationTrainer, 4), (trl.DistillationTrainer, 1)):
         model = policy()
         with scored(model) as steps:
-            distillation(tmp_path, model, kind=kind, **vllm_fakes.COLOCATE).train()
+            distillation(tmp_path, model, kind=kind, max_steps=max_steps, **vllm_fakes.COLOCATE).train()
         found[kind] = judged(steps, books)
     rows, others, apart = found[distill_r3.DistillationTrainer]
     assert (others, rows > 1000) == (0, True)

@@ -50,9 +50,9 @@ OPTIONS = {
     "environment": {"run": tools_runs.trained, "model": agent, "tools": (), "environment_factory": tools_runs.Counter},
 }
 
-BY_DAY = ("one-update", "sapo", "tools", "grpo", "dr_grpo", "reference", "lora", "environment")
-BY_NIGHT = ("bnpo", "cispo", "luspo", "vespo", "entropy", "compiled")
-"""They differ from others in what TRL alone computes, or test_trl_kernels.py has them by day."""
+BY_DAY = ("one-update", "tools", "grpo", "dr_grpo", "reference", "lora", "environment")
+BY_NIGHT = ("bnpo", "cispo", "sapo", "luspo", "vespo", "entropy", "compiled")
+"""They differ in what TRL alone computes, or test_trl_kernels.py and test_trl_passes.py have them by day."""
 
 if not hasattr(trl.GRPOConfig, "entropy_coef"):  # before TRL 1.8
     del OPTIONS["entropy"]
