@@ -12,10 +12,13 @@ from torch.distributed.fsdp import FSDPModule
 
 from foreroute.adapters import hf
 from foreroute.adapters.hf import spreading
+from foreroute.adapters.hf.memory import MICRO_STEPS
 from foreroute.capture import Generation
+from foreroute.costs.memory import SIZES as BYTES_FOLLOW
+from foreroute.costs.memory import WORKS, MemorySection, StepMemory
 from foreroute.errors import ForecastError
 from foreroute.files.json_form import to_json
-from foreroute.train import RunFolder, experts, train
+from foreroute.train import RunFolder, experts, memory, train
 from foreroute.train.chain import VOCABULARY, ChainTask
 from foreroute.train.experts import make_execution
 from foreroute.train.folder import load_checkpoint
@@ -75,32 +78,54 @@ def precise_trainer(config):
             yield make_trainer(config, make_task(config), policy, engine, execution)
 
 
-def steps_budgeted(rank, config):
+def steps_budgeted(rank, config, measures):
     """One step each: within a budget that all fits in, in one that it passes by a byte, and in none that can be kept.
 
-    What is forecast is of the model in float32, whose experts grouped_mm computes.
+    Args:
+        rank: of this process.
+        config: of all three.
+        measures: micro-steps; else a micro-step takes as many bytes as tokens.
     """
-    grouped = config.model_copy(
-        update={"model": config.model.model_copy(update={"experts_implementation": "grouped_mm"})}
-    )
-    with join_ranks(2, TIMEOUT_S) as ranks, closing(make_policy(grouped, make_task(grouped))) as policy:
-        topology = experts.read_planning(grouped.parallel, policy.spec).topology
-        memory = MemoryBudget(policy, grouped, ranks, topology)._measured()
-    with mock.patch.object(MemoryBudget, "_measured", return_value=memory):
 
-        def steps(memory_budget):
-            parallel = config.parallel.model_copy(update={"memory_budget": memory_budget})
-            return parallel_steps(rank, config.model_copy(update={"parallel": parallel}), 1)
+    def steps(memory_budget):
+        parallel = config.parallel.model_copy(update={"memory_budget": memory_budget})
+        return parallel_steps(rank, config.model_copy(update={"parallel": parallel}), 1)
 
+    with measured(config) if measures else mock.patch.object(memory, "measure_memory", one_for_each_token):
         plenty = steps(10**15)
-        said = plenty.records[0] and plenty.records[0]["execution"]["forecast_memory_bytes"]
-        most = [said]
+        most = [plenty.records[0] and plenty.records[0]["execution"]["forecast_memory_bytes"]]
         dist.broadcast_object_list(most, group_src=0)
         kept = steps(most[0] - 1)
         try:
             steps(1)
         except ForecastError as error:
             return plenty, kept, str(error)
+
+
+def measured(config):
+    """Of the model in float32, whose experts grouped_mm computes."""
+    grouped = config.model_copy(
+        update={"model": config.model.model_copy(update={"experts_implementation": "grouped_mm"})}
+    )
+    with join_ranks(2, TIMEOUT_S) as ranks, closing(make_policy(grouped, make_task(grouped))) as policy:
+        topology = experts.read_planning(grouped.parallel, policy.spec).topology
+        found = MemoryBudget(policy, grouped, ranks, topology)._measured()
+    return mock.patch.object(MemoryBudget, "_measured", return_value=found)
+
+
+def one_for_each_token(routed, traces, targets_M, compute_loss, topology):
+    """In the place of `measure_memory`: runs one of the micro-steps, and sees that its head has the rows it is said."""
+    rows = []
+    head = routed.model.get_output_embeddings()
+    handle = head.register_forward_pre_hook(lambda _, args: rows.append(args[0].shape[:-1].numel()))
+    compute_loss(0).backward()
+    handle.remove()
+    assert rows == targets_M[:1]
+    assert len(traces) == len(targets_M) == MICRO_STEPS
+    routed.model.zero_grad(set_to_none=True)
+    bytes_X = np.eye(len(BYTES_FOLLOW))[BYTES_FOLLOW.index("tokens")]
+    section = MemorySection(0, "forward", dict.fromkeys(WORKS, (bytes_X[None], 0 * bytes_X)))
+    return StepMemory(1, 1, [section])
 
 
 def steps_unscaled(rank, config, count):

@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from foreroute.train.config import RLConfig
+from tests.tiers import grid
 from tests.train.expert_parallel_steps import (
     ONE_LAYER,
     config_of,
@@ -73,12 +74,12 @@ def test_slowest_ranks_of_a_packing_by_routes_have_less(workers):
         assert (before.sum(axis=(0, 2)) == after.sum(axis=(0, 2))).all(), "the same tokens"
 
 
-@pytest.mark.slow
-def test_a_budget_of_memory_takes_one_micro_step_more_and_changes_no_gradient(workers):
+@grid("measures", [False, True], quick=0, day=1)
+def test_a_budget_of_memory_takes_one_micro_step_more_and_changes_no_gradient(workers, measures):
     """In float64. A budget that no packing keeps is refused before the step, on both ranks alike."""
-    config = config_of(2, model=ONE_LAYER)  # measuring takes as long as it has layers
+    config = config_of(2, model=ONE_LAYER)
     config = config.model_copy(update={"rl": RLConfig(micro_step_tokens=512)})
-    (plenty, kept, refused), (*_, other) = workers(2).run(steps_budgeted, config)
+    (plenty, kept, refused), (*_, other) = workers(2).run(steps_budgeted, config, measures)
     updates = [len(one.records[0]["execution"]["passes"]["update 0"]["executed_MLG"]) for one in (plenty, kept)]
     assert updates == [1, 2]
     peaks = [one.records[0]["execution"]["forecast_memory_bytes"] for one in (plenty, kept)]
