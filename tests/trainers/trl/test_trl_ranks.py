@@ -27,6 +27,7 @@ from foreroute.costs.cluster_file import Cluster
 from foreroute.engines.embedded import EmbeddedEngine
 from foreroute.ep.compute import StackedReplicas
 from foreroute.errors import AttachError, BatchMismatchError, CaptureError, ConfigError
+from foreroute.testing.ranks import Workers
 from foreroute.trace import RoutedLayer, RoutingSpec, RoutingTrace
 from foreroute.trainers.trl import rollout_with
 from foreroute.trainers.trl.capture_vllm import VLLMSource
@@ -36,7 +37,7 @@ from tests.roundings import most_k3
 from tests.trainers.given_experts import follows, watched
 from tests.trainers.trl.routes_book import Book, Drawn, differing_cells, log_ratios
 from tests.trainers.trl.tools_runs import told_apart
-from tests.trainers.trl.trl_runs import TERMS, as_torchrun_does, make, two_processes
+from tests.trainers.trl.trl_runs import TERMS, as_torchrun_does, make
 
 TOPOLOGY = hardware_preset("h100").topology(num_ranks=2, redundant_slots=2)
 RATES = CostModel(
@@ -150,7 +151,7 @@ def deal_out(rank):
 
 @pytest.fixture(scope="module")
 def processes():
-    with closing(two_processes()) as workers:
+    with closing(Workers(2, timeout_s=500)) as workers:
         yield workers
 
 
