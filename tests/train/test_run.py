@@ -95,6 +95,7 @@ def test_what_a_step_records(whole):
     assert trace.versions == (2,)
 
 
+@pytest.mark.slow
 def test_measuring_changes_nothing(whole, tmp_path):
     """The metrics of `whole` are measured at every step."""
     seldom = train(small_config(measure={"compare_every": 4}, rl={"steps": 2}), tmp_path / "seldom")
@@ -115,6 +116,7 @@ def test_routes_of_another_step_are_refused(tmp_path):
         trainer.update(experience, mini_batches, old, experience.generation.trace)
 
 
+@pytest.mark.slow
 def test_a_warm_start_is_shared(whole, tmp_path):
     checkpoint = whole.path / "checkpoints" / "step-000000.safetensors"
 
