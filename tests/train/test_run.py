@@ -49,7 +49,7 @@ def copied(whole, tmp_path):
     ("routing", "mini_steps", "precision"),
     [("R3", 3, "fp8"), ("R2", 2, "bfloat16"), ("none", 1, "bfloat16")],
     quick=1,
-    day=2,
+    day=1,
 )
 def test_an_interrupted_run_ends_as_the_uninterrupted_one(tmp_path, routing, mini_steps, precision):
     config = small_config(
