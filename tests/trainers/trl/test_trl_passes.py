@@ -10,7 +10,8 @@ import trl
 from examples.trl.tiny import policy
 from tests.trainers.given_experts import differing, follows, watched
 from tests.trainers.trl.routes_book import Book, differing_cells, log_ratios
-from tests.trainers.trl.trl_runs import LORA, SETTINGS, logged, make, saved_policy
+from tests.trainers.trl.test_trl_same import LORA
+from tests.trainers.trl.trl_runs import SETTINGS, logged, make, saved_policy
 
 REENTRANT = {"gradient_checkpointing_kwargs": {"use_reentrant": True}}
 CASES = {

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 import trl
-from peft import PromptTuningConfig, TaskType
+from peft import LoraConfig, PromptTuningConfig, TaskType
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from examples.trl.tiny import agent, policy, vowels
@@ -16,9 +16,11 @@ from foreroute.trainers.trl import RoutingReplay
 from tests.tiers import grid
 from tests.trainers.trl import tools_runs
 from tests.trainers.trl.routes_book import Book
-from tests.trainers.trl.trl_runs import LORA, NO_AUXILIARY, logged, make, saved_policy, trained
+from tests.trainers.trl.trl_runs import NO_AUXILIARY, logged, make, saved_policy, trained
 
 TIMES = ("time", "_per_second")
+EXPERTS = ["experts.gate_up_proj", "experts.down_proj"]
+LORA = LoraConfig(r=4, target_modules=["q_proj", "v_proj"], target_parameters=EXPERTS, init_lora_weights=False)
 PROMPT_TUNING = PromptTuningConfig(task_type=TaskType.CAUSAL_LM, num_virtual_tokens=2)
 
 

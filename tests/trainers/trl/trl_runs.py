@@ -4,7 +4,6 @@ import os
 
 import torch
 from datasets import Dataset
-from peft import LoraConfig
 from transformers import Qwen3MoeForCausalLM
 from trl import GRPOConfig
 
@@ -35,10 +34,6 @@ SETTINGS = {
 
 NO_AUXILIARY = {"router_aux_loss_coef": 0.0} if hasattr(GRPOConfig, "router_aux_loss_coef") else {}
 """Without the routers' auxiliary loss, which TRL 1.6 never adds."""
-
-EXPERTS = ["experts.gate_up_proj", "experts.down_proj"]
-LORA = LoraConfig(r=4, target_modules=["q_proj", "v_proj"], target_parameters=EXPERTS, init_lora_weights=False)
-"""Adapters that change something from the first."""
 
 TERMS = terms_of(128, vocabulary=258)
 """What the policy adds up: its four heads of 32 are its widest rows."""
