@@ -81,10 +81,7 @@ def precise_trainer(config):
 def steps_budgeted(rank, config, measures):
     """One step each: within a budget that all fits in, in one that it passes by a byte, and in none that can be kept.
 
-    Args:
-        rank: of this process.
-        config: of all three.
-        measures: micro-steps; else a micro-step takes as many bytes as tokens.
+    Unless memory is measured, a micro-step takes a byte for each token.
     """
 
     def steps(memory_budget):
