@@ -170,6 +170,7 @@ def test_gkd_trains_the_student_on_the_routes_of_its_rollout(tmp_path):
     assert apart < 1e-5
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("settings", [{"activation_checkpointing": True}, {"lmbda": 0.0, "seq_kd": True}], ids=str)
 def test_gkd_recomputes_and_a_teacher_that_samples_scores_on_its_own_routes(settings, tmp_path):
     model, teacher, books = policy(), policy(seed=1), Books()
@@ -190,6 +191,7 @@ def test_gkd_recomputes_and_a_teacher_that_samples_scores_on_its_own_routes(sett
         assert (others > 0) == of_teacher
 
 
+@pytest.mark.slow
 def test_gkd_without_replay_and_with_routes_a_token_off_differs(tmp_path, monkeypatch):
     class Native(distill_r3.GKDTrainer):
         def compute_loss(self, *args, **kwargs):
@@ -206,21 +208,22 @@ def test_gkd_without_replay_and_with_routes_a_token_off_differs(tmp_path, monkey
     for kind, least in ((Native, 0.02), (Shifted, 0.5)):
         model, books = policy(), Books()
         with scored(model) as steps:
-            gkd_trainer(tmp_path, model, kind=kind, samples_for=Engine(books)).train()
+            gkd_trainer(tmp_path, model, kind=kind, samples_for=Engine(books), max_steps=1).train()
         rows, others, apart = judged(steps, books)
         assert others > least * rows > 0
         assert apart > 1e-3
 
 
+@pytest.mark.slow
 def test_distillation_trains_on_the_routes_that_vllm_returned(tmp_path, monkeypatch):
     monkeypatch.setattr(vllm_fakes.Sampler, "sample", of_vllm(vllm_fakes.Sampler.sample, books := Books()))
     vllm_fakes.colocated(monkeypatch, drawn_in_part)
     monkeypatch.setattr(distillation_trainer, "is_vllm_available", lambda: True)
     found = {}
-    for kind in (distill_r3.DistillationTrainer, trl.DistillationTrainer):
+    for kind, max_steps in ((distill_r3.DistillationTrainer, 4), (trl.DistillationTrainer, 1)):
         model = policy()
         with scored(model) as steps:
-            distillation(tmp_path, model, kind=kind, **vllm_fakes.COLOCATE).train()
+            distillation(tmp_path, model, kind=kind, max_steps=max_steps, **vllm_fakes.COLOCATE).train()
         found[kind] = judged(steps, books)
     rows, others, apart = found[distill_r3.DistillationTrainer]
     assert (others, rows > 1000) == (0, True)
@@ -230,6 +233,7 @@ def test_distillation_trains_on_the_routes_that_vllm_returned(tmp_path, monkeypa
     assert apart > 1e-3
 
 
+@pytest.mark.slow
 def test_distillation_by_generate_trains_on_the_routes_of_its_rollout(tmp_path):
     books = Books()
     model = writing_down(policy(), books)

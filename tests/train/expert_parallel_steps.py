@@ -12,10 +12,13 @@ from torch.distributed.fsdp import FSDPModule
 
 from foreroute.adapters import hf
 from foreroute.adapters.hf import spreading
+from foreroute.adapters.hf.memory import MICRO_STEPS
 from foreroute.capture import Generation
+from foreroute.costs.memory import SIZES as BYTES_FOLLOW
+from foreroute.costs.memory import WORKS, MemorySection, StepMemory
 from foreroute.errors import ForecastError
 from foreroute.files.json_form import to_json
-from foreroute.train import RunFolder, experts, train
+from foreroute.train import RunFolder, experts, memory, train
 from foreroute.train.chain import VOCABULARY, ChainTask
 from foreroute.train.experts import make_execution
 from foreroute.train.folder import load_checkpoint
@@ -31,6 +34,9 @@ TIMEOUT_S = 200.0
 """For an exchange: the first plan of a machine waits until its kernels are compiled."""
 
 
+ONE_LAYER = {"sizes": {**SIZES, "num_hidden_layers": 1}}
+
+
 @dataclass
 class Steps:
     """What rank 0 knows of them, records as lines of metrics, and the state after the last."""
@@ -40,15 +46,18 @@ class Steps:
     state: dict
 
 
-def config_of(num_ranks, *, routing="R3", mini_steps=1, model=None, **parallel):
+def config_of(num_ranks, *, model=None, **chosen):
+    """Of these settings those of `[rl]`, and the others of `[parallel]`."""
+    rl = {name: chosen.pop(name) for name in ("routing", "mini_steps", "method", "correction") if name in chosen}
+    parallel = {}
     if num_ranks > 1:
-        options = {"tolerance": 0.0, **parallel.pop("plan", {})}
-        parallel = {"expert": num_ranks, "plan": options, "timeout_s": TIMEOUT_S, **parallel}
+        options = {"tolerance": 0.0, **chosen.pop("plan", {})}
+        parallel = {"expert": num_ranks, "plan": options, "timeout_s": TIMEOUT_S, **chosen}
     # grouped_mm knows no float64
     return small_config(
         model={"experts_implementation": "eager", "sizes": dict(SIZES), **(model or {})},
         rollout={"prompts": 8},
-        rl={"routing": routing, "mini_steps": mini_steps, "micro_step_tokens": 96},
+        rl={"routing": "R3", "mini_steps": 1, "micro_step_tokens": 96, **rl},
         parallel=parallel,
     )
 
@@ -69,32 +78,51 @@ def precise_trainer(config):
             yield make_trainer(config, make_task(config), policy, engine, execution)
 
 
-def steps_budgeted(rank, config):
+def steps_budgeted(rank, config, measures):
     """One step each: within a budget that all fits in, in one that it passes by a byte, and in none that can be kept.
 
-    What is forecast is of the model in float32, whose experts grouped_mm computes.
+    Unless memory is measured, a micro-step takes a byte for each token.
     """
-    grouped = config.model_copy(
-        update={"model": config.model.model_copy(update={"experts_implementation": "grouped_mm"})}
-    )
-    with join_ranks(2, TIMEOUT_S) as ranks, closing(make_policy(grouped, make_task(grouped))) as policy:
-        topology = experts.read_planning(grouped.parallel, policy.spec).topology
-        memory = MemoryBudget(policy, grouped, ranks, topology)._measured()
-    with mock.patch.object(MemoryBudget, "_measured", return_value=memory):
 
-        def steps(memory_budget):
-            parallel = config.parallel.model_copy(update={"memory_budget": memory_budget})
-            return parallel_steps(rank, config.model_copy(update={"parallel": parallel}), 1)
+    def steps(memory_budget):
+        parallel = config.parallel.model_copy(update={"memory_budget": memory_budget})
+        return parallel_steps(rank, config.model_copy(update={"parallel": parallel}), 1)
 
+    with measured(config) if measures else mock.patch.object(memory, "measure_memory", one_for_each_token):
         plenty = steps(10**15)
-        said = plenty.records[0] and plenty.records[0]["execution"]["forecast_memory_bytes"]
-        most = [said]
+        most = [plenty.records[0] and plenty.records[0]["execution"]["forecast_memory_bytes"]]
         dist.broadcast_object_list(most, group_src=0)
         kept = steps(most[0] - 1)
         try:
             steps(1)
         except ForecastError as error:
             return plenty, kept, str(error)
+
+
+def measured(config):
+    """Of the model in float32, whose experts grouped_mm computes."""
+    grouped = config.model_copy(
+        update={"model": config.model.model_copy(update={"experts_implementation": "grouped_mm"})}
+    )
+    with join_ranks(2, TIMEOUT_S) as ranks, closing(make_policy(grouped, make_task(grouped))) as policy:
+        topology = experts.read_planning(grouped.parallel, policy.spec).topology
+        found = MemoryBudget(policy, grouped, ranks, topology)._measured()
+    return mock.patch.object(MemoryBudget, "_measured", return_value=found)
+
+
+def one_for_each_token(routed, traces, targets_M, compute_loss, topology):
+    """In the place of `measure_memory`: runs one of the micro-steps, and sees that its head has the rows it is said."""
+    rows = []
+    head = routed.model.get_output_embeddings()
+    handle = head.register_forward_pre_hook(lambda _, args: rows.append(args[0].shape[:-1].numel()))
+    compute_loss(0).backward()
+    handle.remove()
+    assert rows == targets_M[:1]
+    assert len(traces) == len(targets_M) == MICRO_STEPS
+    routed.model.zero_grad(set_to_none=True)
+    bytes_X = np.eye(len(BYTES_FOLLOW))[BYTES_FOLLOW.index("tokens")]
+    section = MemorySection(0, "forward", dict.fromkeys(WORKS, (bytes_X[None], 0 * bytes_X)))
+    return StepMemory(1, 1, [section])
 
 
 def steps_unscaled(rank, config, count):
@@ -155,6 +183,7 @@ def scored_by_tokens():
 def run_config(num_ranks, **sections):
     sections["rl"] = {"steps": 2, "micro_step_tokens": 96, **sections.get("rl", {})}
     parallel = {"expert": num_ranks, "timeout_s": TIMEOUT_S, **sections.pop("parallel", {})}
+    sections = {"warm_start": {"max_steps": 1}, **sections}
     return small_config(rollout={"prompts": 8}, parallel=parallel if num_ranks > 1 else {}, **sections)
 
 

@@ -115,7 +115,7 @@ def test_wrong_configurations_are_explained(text, message):
         make_policy(config := small_config(**tomllib.loads(text)), make_task(config))
 
 
-SPEC = RoutingSpec(16, 2, (RoutedLayer(0), RoutedLayer(1)))
+SPEC = RoutingSpec(16, 2, (RoutedLayer(0),))
 
 
 def planning_of(**parallel):
@@ -142,7 +142,7 @@ def test_a_file_of_another_run_is_refused(tmp_path):
     for before, after, message in (
         ("num_ranks = 2", "num_ranks = 4", r"cluster.toml says num_ranks = 4, the run has 2; describe the ranks"),
         ("num_experts = 16", "num_experts = 32", "says num_experts = 32, the run has 16"),
-        ("num_layers = 2", "num_layers = 3", "says num_layers = 3, the run has 2"),
+        ("num_layers = 1", "num_layers = 3", "says num_layers = 3, the run has 1"),
         ("top_k = 2", "top_k = 4", "says top_k = 4, the run has 2"),
     ):
         path.write_text(TOPOLOGY.format(links="", weight_bytes=2.0).replace(before, after))

@@ -7,7 +7,9 @@ import pytest
 import torch
 
 from foreroute.train.config import RLConfig
+from tests.tiers import grid
 from tests.train.expert_parallel_steps import (
+    ONE_LAYER,
     config_of,
     parallel_steps,
     steps_alone,
@@ -28,6 +30,8 @@ WAYS = {
         "routing": "R3",
         "plan": {"home_moves": 4, "packing": "routes"},
         "model": {"gradient_checkpointing": True},
+        "method": "gspo",
+        "correction": {"kind": "tis", "high": 1.01},
     },
     "live": {"routing": "none"},
 }
@@ -40,6 +44,10 @@ WAYS = {
 )
 def test_two_ranks_learn_what_one_process_learns_from_their_rollouts(workers, parallel):
     records = learn_alike(workers, config_of(2, **parallel))
+    if "correction" in parallel:
+        for seen in (record["importance"] for record in records):
+            assert 0 < seen["effective_share"] < 1
+            assert 0 < seen["cut_share"] < 1
     for execution in (record["execution"] for record in records if record["execution"]["passes"]):
         moves = parallel.get("plan", {}).get("home_moves", 0)
         assert bool(execution["bytes"]["homes"]) == (execution["home_moves"] > 0) == bool(moves)
@@ -51,7 +59,7 @@ def test_slowest_ranks_of_a_packing_by_routes_have_less(workers):
     """Counted by the executor. The bound is of each layer the busiest rank of the pass."""
     executions = []
     for packing in ("length", "routes"):
-        config = config_of(2, redundant_slots=0, plan={"packing": packing, "home_moves": 2})
+        config = config_of(2, model=ONE_LAYER, redundant_slots=0, plan={"packing": packing, "home_moves": 2})
         config = config.model_copy(update={"rl": RLConfig(micro_step_tokens=32)})  # so that there are several
         executions.append(workers(2).run(parallel_steps, config, 1)[0].records[0]["execution"])
     truth, ours = executions
@@ -66,14 +74,12 @@ def test_slowest_ranks_of_a_packing_by_routes_have_less(workers):
         assert (before.sum(axis=(0, 2)) == after.sum(axis=(0, 2))).all(), "the same tokens"
 
 
-@pytest.mark.slow
-def test_a_budget_of_memory_takes_one_micro_step_more_and_changes_no_gradient(workers):
+@grid("measures", [False, True], quick=0, day=1)
+def test_a_budget_of_memory_takes_one_micro_step_more_and_changes_no_gradient(workers, measures):
     """In float64. A budget that no packing keeps is refused before the step, on both ranks alike."""
-    config = config_of(
-        2, model={"sizes": {**SIZES, "num_hidden_layers": 1}}
-    )  # measuring takes as long as it has layers
+    config = config_of(2, model=ONE_LAYER)
     config = config.model_copy(update={"rl": RLConfig(micro_step_tokens=512)})
-    (plenty, kept, refused), (*_, other) = workers(2).run(steps_budgeted, config)
+    (plenty, kept, refused), (*_, other) = workers(2).run(steps_budgeted, config, measures)
     updates = [len(one.records[0]["execution"]["passes"]["update 0"]["executed_MLG"]) for one in (plenty, kept)]
     assert updates == [1, 2]
     peaks = [one.records[0]["execution"]["forecast_memory_bytes"] for one in (plenty, kept)]
@@ -89,16 +95,6 @@ def test_a_budget_of_memory_takes_one_micro_step_more_and_changes_no_gradient(wo
     )
 
 
-@pytest.mark.slow
-def test_means_over_sequences_and_corrections_are_those_of_one_process(workers):
-    """With every expert at its home."""
-    corrected = RLConfig(micro_step_tokens=96, method="gspo", correction={"kind": "tis", "high": 1.01})
-    at_home = config_of(2, redundant_slots=0).model_copy(update={"rl": corrected})
-    for record in learn_alike(workers, at_home, 1):
-        assert 0 < record["importance"]["effective_share"] < 1
-        assert 0 < record["importance"]["cut_share"] < 1
-
-
 TOPOLOGY = """
 topology = {{num_ranks = 2, ranks_per_node = 1, redundant_slots = 2}}
 hardware = {{preset = "h100"}}
@@ -110,7 +106,7 @@ cluster_latency_s = 1e-9
 {links}
 
 [model]
-num_layers = 2
+num_layers = 1
 num_experts = 16
 top_k = 2
 hidden = 32
@@ -130,16 +126,16 @@ def test_plans_go_by_the_prices_of_a_topology_file(workers, tmp_path):
     cheap.write_text(TOPOLOGY.format(links="", weight_bytes=1e-3))
     large = TOPOLOGY.replace("intermediate = 16", "intermediate = 128")
     dear.write_text(large.format(links="node_bytes_per_s = 1e6", weight_bytes=8))
-    (none,) = learn_alike(workers, config_of(2, topology=str(dear), paths="direct"), 1)
-    for slots in ("layer", "shared"):
-        (short,) = learn_alike(workers, config_of(2, topology=str(cheap), plan={"slots": slots}), 1)
-        assert short["execution"]["replicas"] > none["execution"]["replicas"] == 0
-        for name, stage in short["execution"]["passes"].items():
-            assert stage["priced_options"].pop(name.split()[0]).startswith("by the plan: it saves")
+    configs = (
+        config_of(2, model=ONE_LAYER, topology=str(path), **paths)
+        for path, paths in ((cheap, {}), (dear, {"paths": "direct"}))
+    )
+    short, none = (workers(2).run(parallel_steps, each, 1)[0].records[0]["execution"] for each in configs)
+    assert short["replicas"] > none["replicas"] == 0
+    for execution, said in ((short, "by the plan: it saves"), (none, "at homes: the plan has no replicas")):
+        for name, stage in execution["passes"].items():
+            assert stage["priced_options"].pop(name.split()[0]).startswith(said)
             assert set(stage["priced_options"].values()) == {"on: where it saves time"}
-    for name, stage in none["execution"]["passes"].items():
-        assert stage["priced_options"].pop(name.split()[0]) == "at homes: the plan has no replicas"
-        assert set(stage["priced_options"].values()) == {"on: where it saves time"}
 
 
 def learn_alike(workers, config, count=STEPS, run=parallel_steps):
@@ -156,7 +152,8 @@ def learn_alike(workers, config, count=STEPS, run=parallel_steps):
 def test_each_update_of_a_rollout_runs_on_replicas_of_the_weights_before_it(workers):
     """As with every expert at its home. One process would make other mini-batches."""
     planned, at_home = (
-        workers(2).run(parallel_steps, config_of(2, mini_steps=2, redundant_slots=slots), 1)[0] for slots in (2, 0)
+        workers(2).run(parallel_steps, config_of(2, mini_steps=2, model=ONE_LAYER, redundant_slots=slots), 1)[0]
+        for slots in (2, 0)
     )
     for ours, theirs in zip(planned.records, at_home.records, strict=True):
         assert ours["execution"]["replicas"] > theirs["execution"]["replicas"] == 0
@@ -164,10 +161,11 @@ def test_each_update_of_a_rollout_runs_on_replicas_of_the_weights_before_it(work
     same_numbers(planned.state, at_home.state)
 
 
+@pytest.mark.slow
 def test_gradients_of_another_scale_are_noticed(workers):
     """A control: clipping and AdamW hide most of it."""
     with pytest.raises(AssertionError, match=r"equal.*tolerance"):
-        learn_alike(workers, config_of(2), 1, steps_unscaled)
+        learn_alike(workers, config_of(2, model=ONE_LAYER), 1, steps_unscaled)
 
 
 def same_numbers(ours, truth):

@@ -100,6 +100,7 @@ def test_what_goes_wrong_on_one_rank_ends_all_and_the_run_goes_on_later(workers,
     assert [record["step"] for record in records(folder)] == [0, 1]
 
 
+@pytest.mark.slow
 def test_ranks_end_together(workers, tmp_path):
     config = run_config(2, rl={"steps": 3, "routing": "none"}, checkpoint={"every": 1})
     outcomes = workers(2).outcomes(diverge_once, config, tmp_path / "run")

@@ -9,6 +9,7 @@ from foreroute.errors import ConfigError
 from foreroute.train import RunFolder, parse_config, train
 from foreroute.train.folder import load_checkpoint
 from tests.train.expert_parallel_steps import (
+    ONE_LAYER,
     Steps,
     config_of,
     path_of,
@@ -25,6 +26,8 @@ pytestmark = pytest.mark.slow
 
 CHAINS = [(2, 1, 2), pytest.param((4, 2, 4, 1), marks=pytest.mark.exhaustive)]
 """Ranks of each step."""
+ALONE = config_of(1, model=ONE_LAYER)
+"""One process, on which chains are done too."""
 OTHER_ORDERS = 1000
 """How much further apart than two orders of summation in one process a change of ranks may be."""
 
@@ -58,18 +61,18 @@ def uninterrupted(request, workers, tmp_path_factory):
     Experts move before every step on ranks.
     """
     folder = tmp_path_factory.mktemp("chain")
-    with precise_trainer(config_of(1)) as trainer:
+    with precise_trainer(ALONE) as trainer:
         RunFolder(folder).save_checkpoint(trainer.state(), data="", keep=9)
     parts = [one_step(workers, num_ranks, folder, step) for step, num_ranks in enumerate(request.param)]
     generations = [part.generations[0] for part in parts]
     chain = Steps([part.records[0] for part in parts], generations, parts[-1].state)
-    return folder, request.param, chain, steps_alone(config_of(1), generations)
+    return folder, request.param, chain, steps_alone(ALONE, generations)
 
 
 def one_step(workers, num_ranks, folder, step):
     if num_ranks == 1:
-        return step_on(0, config_of(1), folder, step)
-    moving = config_of(num_ranks, plan={"home_moves": 4})
+        return step_on(0, ALONE, folder, step)
+    moving = config_of(num_ranks, model=ONE_LAYER, plan={"home_moves": 4})
     part, *_ = workers(num_ranks).run(step_on, moving, folder, step)
     assert part.records[0]["execution"]["home_moves"] > 0
     return part
@@ -102,7 +105,7 @@ def test_optimizer_state_of_the_wrong_expert_is_seen(uninterrupted, workers, tmp
 
 def tolerance_of(alone):
     """From one process that cuts the same rollouts into other micro-steps, and so adds in another order."""
-    config = config_of(1).model_copy(update={"rl": config_of(1).rl.model_copy(update={"micro_step_tokens": 4096})})
+    config = ALONE.model_copy(update={"rl": ALONE.rl.model_copy(update={"micro_step_tokens": 4096})})
     return OTHER_ORDERS * distance(steps_alone(config, alone.generations), alone)
 
 

@@ -64,6 +64,7 @@ def test_the_update_of_r2_attends_to_what_recompute_did(monkeypatch):
     assert (others, rows > 100) == (0, True)
 
 
+@pytest.mark.slow
 def test_without_replay_the_trainer_attends_to_others(monkeypatch):
     """The control: in float32 it chooses otherwise than the engine in bfloat16."""
     monkeypatch.setattr(ChainTask, "rewards", always_informative)

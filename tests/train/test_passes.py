@@ -144,6 +144,7 @@ def test_live_agreement_is_of_the_routers_inputs_in_the_update(routing):
     assert (expected[0] == 1) == (routing == "R2")
 
 
+@pytest.mark.slow
 def test_nothing_is_watched_where_nothing_is_replayed(monkeypatch):
     monkeypatch.setattr(ChainTask, "rewards", always_informative)
     assert trainer_of(small_config(rl={"routing": "none"})).run_step()[1].live_agreement is None

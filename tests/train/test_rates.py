@@ -127,6 +127,7 @@ def test_two_processes_measure_into_the_file(workers, tmp_path):
     assert found.gains.keys() == {"recompute", "update"}
 
 
+@pytest.mark.slow
 def test_one_process_looks_and_writes_nothing(tmp_path, monkeypatch):
     skip_where_nothing_is_spread()
     for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK"):

@@ -49,7 +49,7 @@ def copied(whole, tmp_path):
     ("routing", "mini_steps", "precision"),
     [("R3", 3, "fp8"), ("R2", 2, "bfloat16"), ("none", 1, "bfloat16")],
     quick=1,
-    day=2,
+    day=1,
 )
 def test_an_interrupted_run_ends_as_the_uninterrupted_one(tmp_path, routing, mini_steps, precision):
     config = small_config(
@@ -95,6 +95,7 @@ def test_what_a_step_records(whole):
     assert trace.versions == (2,)
 
 
+@pytest.mark.slow
 def test_measuring_changes_nothing(whole, tmp_path):
     """The metrics of `whole` are measured at every step."""
     seldom = train(small_config(measure={"compare_every": 4}, rl={"steps": 2}), tmp_path / "seldom")
@@ -115,6 +116,7 @@ def test_routes_of_another_step_are_refused(tmp_path):
         trainer.update(experience, mini_batches, old, experience.generation.trace)
 
 
+@pytest.mark.slow
 def test_a_warm_start_is_shared(whole, tmp_path):
     checkpoint = whole.path / "checkpoints" / "step-000000.safetensors"
 
@@ -156,6 +158,7 @@ def test_nothing_random_is_left_in_training(family, noise):
     assert torch.equal(outputs[0], model.eval()(input_ids=ids).logits)
 
 
+@pytest.mark.slow
 def test_a_family_without_a_balancing_loss_says_what_to_change(tmp_path):
     sizes = {name: size for name, size in FAMILIES["deepseek_v3"].items() if name != "vocab_size"}
     values = {**small_values(rl={"steps": 1}), "model": {"family": "deepseek_v3", "sizes": sizes}}

@@ -15,7 +15,8 @@ from foreroute.mismatch.sentinel import WARM_UP
 from foreroute.records import alarms
 from foreroute.train.chain import ChainTask
 from foreroute.train.loop import make_schedule
-from tests.train.small_runs import random_rewards, same_state, small_config, trainer_of
+from tests.tiers import grid
+from tests.train.small_runs import SIZES, random_rewards, same_state, small_config, trainer_of
 
 FROZEN, SINCE = 3, 12
 """The sequence that freezes, and the position."""
@@ -35,7 +36,8 @@ def freeze(generation):
 
 def trainer_that(watching):
     task = {"min_operands": 24, "max_operands": 24}
-    return trainer_of(small_config(task=task, rl={"sentinel": watching, "micro_step_tokens": 512}))
+    model = {"sizes": {**SIZES, "num_hidden_layers": 1}}
+    return trainer_of(small_config(task=task, model=model, rl={"sentinel": watching, "micro_step_tokens": 512}))
 
 
 @cache
@@ -46,6 +48,7 @@ def begun():
     return trainer.state(), history
 
 
+@cache
 def frozen_step(watching, spoil=freeze):
     """The next step with an engine that freezes, or spoils else: trainer, rollout and the records of all steps."""
     state, history = begun()
@@ -90,7 +93,7 @@ def test_tokens_behind_the_first_wrong_row_are_not_trained_on():
     assert not same_state(trainer.state()["model"], kept.state()["model"])
 
 
-@pytest.mark.parametrize("method", ["dapo", "gspo"])
+@grid("method", ["dapo", "gspo"], quick=1)
 def test_tokens_that_are_left_out_have_no_part_in_loss_and_gradients(method):
     """Old log-probs that are others there change nothing, and others before are seen to."""
     kept, weights = 3, []

@@ -17,6 +17,7 @@ from foreroute.errors import BatchMismatchError, ConfigError, ReplayError
 from foreroute.trace import PIXELS
 from foreroute.trainers.trl import GRPOTrainer
 from foreroute.trainers.trl.rollout import cut_batch
+from tests.tiers import grid
 from tests.trainers import vision_language
 from tests.trainers.given_experts import watched
 from tests.trainers.trl.trl_runs import config, logged
@@ -117,6 +118,7 @@ def trained(folder, replay, change=lambda trace: trace, **settings):
     return trainer, rollouts, batches
 
 
+@pytest.mark.slow
 @pytest.mark.shows("TRL", "images (Qwen3-VL-MoE)")
 def test_routes_of_images_are_replayed_in_updates_and_the_mismatch_falls(folder):
     trainer, (rollout,), batches = trained(folder, "R3")
@@ -143,7 +145,7 @@ def test_routes_of_images_are_replayed_in_updates_and_the_mismatch_falls(folder)
     assert k3 < native / 2, (k3, native)
 
 
-@pytest.mark.parametrize("replay", ["R3", "R2"])
+@grid("replay", ["R3", "R2"], quick=1)
 def test_an_update_on_another_image_is_refused(folder, replay):
     with pytest.MonkeyPatch.context() as patch:
         compute = GRPOTrainer._compute_loss
@@ -156,6 +158,7 @@ def test_an_update_on_another_image_is_refused(folder, replay):
             trained(folder, replay)
 
 
+@pytest.mark.slow
 def test_the_first_rollout_is_checked_where_its_images_are_at_hand(folder):
     def other_layers(trace):
         return replace(trace, expert_ids_NLK=np.roll(trace.expert_ids_NLK, 1, axis=1))

@@ -62,6 +62,7 @@ def test_updates_of_r2_attend_to_what_the_old_pass_did(folder):
     assert logged(trainer, "mismatch/native_disagreement")
 
 
+@pytest.mark.slow
 def test_without_replay_passes_attend_to_others(folder):
     """The control, with the same rollouts."""
     model = sparse_policy()

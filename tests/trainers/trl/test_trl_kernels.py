@@ -91,7 +91,7 @@ def test_experts_of_liger_are_given_the_routes_of_the_rollout(liger, folder):
     runs = {}
     for name, model in models.items():
         book = Book(model)
-        runs[name] = make(folder, model=model, rollout_func=book, use_liger_kernel=name == "liger")
+        runs[name] = make(folder, model=model, rollout_func=book, max_steps=2, use_liger_kernel=name == "liger")
         with watched(model) as batches:
             runs[name].train()
         assert all(follows(batch, book.routes) for batch in batches if batch.grad)
@@ -102,7 +102,8 @@ def test_experts_of_liger_are_given_the_routes_of_the_rollout(liger, folder):
 
 def test_liger_without_replay_is_trls_own(liger, folder):
     plain, watched = (
-        trained(folder, use_liger_kernel=True, **own) for own in ({"kind": trl.GRPOTrainer}, {"replay": "none"})
+        trained(folder, use_liger_kernel=True, max_steps=1, **own)
+        for own in ({"kind": trl.GRPOTrainer}, {"replay": "none"})
     )
     assert torch.equal(weights_of(plain), weights_of(watched))
     assert logged(watched, "mismatch/disagreement") == [0.0]

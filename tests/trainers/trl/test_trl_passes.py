@@ -6,15 +6,13 @@ import numpy as np
 import pytest
 import torch
 import trl
-from peft import LoraConfig
 
 from examples.trl.tiny import policy
 from tests.trainers.given_experts import differing, follows, watched
 from tests.trainers.trl.routes_book import Book, differing_cells, log_ratios
+from tests.trainers.trl.test_trl_same import LORA
 from tests.trainers.trl.trl_runs import SETTINGS, logged, make, saved_policy
 
-EXPERTS = ["experts.gate_up_proj", "experts.down_proj"]
-LORA = LoraConfig(r=4, target_modules=["q_proj", "v_proj"], target_parameters=EXPERTS, init_lora_weights=False)
 REENTRANT = {"gradient_checkpointing_kwargs": {"use_reentrant": True}}
 CASES = {
     # settings, and how often TRL's old and update passes run over each sequence of a rollout
@@ -27,7 +25,7 @@ SEQUENCES = 8
 """In a rollout."""
 
 
-SLOW = ("one-update", "lora")
+SLOW = ("one-update", "reference", "lora")
 
 
 @pytest.fixture(params=[pytest.param(name, marks=pytest.mark.slow) if name in SLOW else name for name in CASES])

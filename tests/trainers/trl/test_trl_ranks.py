@@ -1,17 +1,21 @@
 """Two processes: DDP, FSDP2 by accelerate, transformers' expert parallelism, without plans and under them.
 
-Routes reach the experts of both, weights are those of DDP, and metrics are of both.
+Routes reach the experts of both, weights are those of DDP, and metrics are of both. docs/experts.md runs there too.
 """
 
+import io
 import os
-from contextlib import closing, contextmanager, nullcontext
+import re
+from contextlib import chdir, closing, contextmanager, nullcontext, redirect_stdout
 from dataclasses import replace
+from pathlib import Path
 from types import SimpleNamespace
 from unittest.mock import patch
 
 import numpy as np
 import pytest
 import torch
+import torch.distributed as dist
 from accelerate.state import AcceleratorState, DistributedType
 from transformers import Qwen3MoeForCausalLM
 from transformers.distributed import DistributedConfig
@@ -23,16 +27,19 @@ from foreroute.costs.cluster_file import Cluster
 from foreroute.engines.embedded import EmbeddedEngine
 from foreroute.ep.compute import StackedReplicas
 from foreroute.errors import AttachError, BatchMismatchError, CaptureError, ConfigError
+from foreroute.testing.models import tiny
+from foreroute.testing.ranks import Workers
 from foreroute.trace import RoutedLayer, RoutingSpec, RoutingTrace
 from foreroute.trainers.trl import rollout_with
 from foreroute.trainers.trl.capture_vllm import VLLMSource
 from foreroute.trainers.trl.planning import PlannedWindows
 from tests.adapters.hf.model_runs import whole
 from tests.roundings import most_k3
+from tests.tiers import grid
 from tests.trainers.given_experts import follows, watched
 from tests.trainers.trl.routes_book import Book, Drawn, differing_cells, log_ratios
 from tests.trainers.trl.tools_runs import told_apart
-from tests.trainers.trl.trl_runs import TERMS, as_torchrun_does, make, two_processes
+from tests.trainers.trl.trl_runs import TERMS, as_torchrun_does, make
 
 TOPOLOGY = hardware_preset("h100").topology(num_ranks=2, redundant_slots=2)
 RATES = CostModel(
@@ -40,21 +47,21 @@ RATES = CostModel(
 )
 SHARDED, SPREAD = {"fsdp": True}, {"implementation": "all_to_all"}
 PLANNED = {"implementation": "foreroute", "topology": TOPOLOGY}
-TWO_ROLLOUTS_A_STEP = {"gradient_accumulation_steps": 4, "steps_per_generation": 2, "num_iterations": 1}
+TWO_ROLLOUTS_A_STEP = {"gradient_accumulation_steps": 4, "steps_per_generation": 2, "num_iterations": 1, "max_steps": 1}
 RUNS = {
     # of the trainer, but for FSDP2 of accelerate, the implementation of expert parallelism, and a source of rollouts
     "ddp": {},
     "fsdp": SHARDED,
-    "native": SHARDED | {"replay": "none"},
-    "generate": SHARDED | {"source": lambda: None},
-    "engine": SHARDED | {"source": lambda: rollout_with(EmbeddedEngine(policy(seed=1), "float32"))},
+    "native": SHARDED | {"replay": "none", "max_steps": 1},
+    "generate": SHARDED | {"source": lambda: None, "max_steps": 1},
+    "engine": SHARDED | {"source": lambda: rollout_with(EmbeddedEngine(policy(seed=1), "float32")), "max_steps": 1},
     "experts": SPREAD,
     "planned": PLANNED,
-    "gradients dropped": PLANNED,
     "R2": PLANNED | {"replay": "R2", "max_steps": 1},
     "priced": PLANNED | {"topology": Cluster(TOPOLOGY, RATES), "max_steps": 1},
     "windows at home": SPREAD | TWO_ROLLOUTS_A_STEP,
     "windows": PLANNED | TWO_ROLLOUTS_A_STEP,
+    "gradients dropped": PLANNED | TWO_ROLLOUTS_A_STEP,
 }
 FSDP2 = {
     "ACCELERATE_USE_FSDP": "true",
@@ -75,7 +82,11 @@ def train(rank, folder):
             self.distributed_type = DistributedType.FSDP
 
     # accelerate leaves FSDP out where there are CPUs alone
-    AcceleratorState.__init__ = as_on_a_gpu
+    with patch.object(AcceleratorState, "__init__", as_on_a_gpu):
+        return train_all(rank, folder) | measure(rank, folder)
+
+
+def train_all(rank, folder):
     results = {}
     for name, settings in RUNS.items():
         settings = {"optim": "sgd", "learning_rate": 0.1, "max_steps": 2, "reward_funcs": told_apart, **settings}
@@ -105,7 +116,7 @@ def train(rank, folder):
         with pytest.raises(ConfigError, match=f"has {ranks} ranks of {slots} slots; expected 2, which share"):
             make(f"{folder}/unfit", **settings | {"topology": unfit})
     AcceleratorState._reset_state(reset_partial_state=True)
-    return results | measure(rank, folder)
+    return results
 
 
 def measure(rank, folder):
@@ -141,12 +152,17 @@ def deal_out(rank):
 
 
 @pytest.fixture(scope="module")
-def results(tmp_path_factory):
+def processes():
+    with closing(Workers(2, timeout_s=500)) as workers:
+        yield workers
+
+
+@pytest.fixture(scope="module")
+def results(processes, tmp_path_factory):
     """By rank."""
     folder = tmp_path_factory.mktemp("ranks")
     policy().save_pretrained(folder)
-    with closing(two_processes()) as workers:
-        return workers.run(train, str(folder))
+    return processes.run(train, str(folder))
 
 
 @pytest.mark.slow
@@ -175,7 +191,7 @@ def test_sharded_models_replay_as_whole_ones(results):
 def test_plans_run_and_change_no_weights(results):
     for runs in results:
         logged = [step for name in ("planned", "windows", "R2") for step in runs[name]["logs"]]
-        assert len(logged) == 5
+        assert len(logged) == 4
         for step in logged:
             assert step["plan/replicas"] > 0 == step["plan/rows_off"]
             assert step["plan/imbalance_executed"] == step["plan/imbalance_planned"] < step["plan/imbalance_static"]
@@ -186,7 +202,7 @@ def test_plans_run_and_change_no_weights(results):
         (priced,) = runs["priced"]["logs"]  # no plan of so small a step pays
         assert priced["plan/replicas"] == priced["plan/rows_off"] == 0
         assert priced["plan/imbalance_executed"] == priced["plan/imbalance_static"] > 1
-        off = (runs["gradients dropped"]["weights"] - runs["experts"]["weights"]).abs().max()
+        off = (runs["gradients dropped"]["weights"] - runs["windows at home"]["weights"]).abs().max()
         assert off > 1e-3, "the control: gradients of replicas count"
 
 
@@ -218,6 +234,78 @@ def test_what_the_main_process_was_answered_is_dealt_out_in_blocks(results):
         assert tokens.tolist() == [2 * rank, 2 * rank + 1, 2 * rank + 1, 2 * rank + 2]
         assert wrong is BatchMismatchError
         assert failed == "no routes"
+
+
+PAGE = Path(__file__).parents[3] / "docs" / "experts.md"
+FENCE = re.compile(r"^```python\n(.*?)^```", re.MULTILINE | re.DOTALL)
+READERS = """
+from datasets import Dataset
+from examples.trl.tiny import tokenizer, vowels as reward
+dataset, tokenizer = Dataset.from_dict({"prompt": [f"many vowels {n}: " for n in range(8)]}), tokenizer()
+"""
+"""What a reader has before the first line."""
+
+
+def run_page(rank, folder, blocks, compares):
+    """What a process of torchrun prints, in the group that is there; and whether plans changed its weights."""
+    as_torchrun_does(rank)
+    page = {"__name__": "__main__"}
+    with redirect_stdout(io.StringIO()) as printed, chdir(folder), patch.object(dist, "init_process_group") as begun:
+        for block in [READERS, *blocks]:
+            exec(block, page)
+        begun.assert_called_once_with("gloo")
+        if compares:
+            require_same_weights(page)
+    return printed.getvalue()
+
+
+@pytest.mark.shows("Hugging Face", "Trainer with gradient accumulation on spread experts, under plans, two processes")
+@grid("compares", [False, True], quick=0, day=1)
+def test_the_page_of_experts_runs_and_plans_change_no_weights(processes, tmp_path, compares):
+    """Weights that its Trainer learns are compared by night; those of TRL above, by day."""
+    blocks = FENCE.findall(PAGE.read_text())
+    assert len(blocks) == 6
+    # of the page's sizes, with weights that make experts count
+    sharp = {"vocab_size": 300, "num_experts": 16, "moe_intermediate_size": 32, "initializer_range": 0.2}
+    tiny("qwen3_moe", hidden_size=64, num_hidden_layers=2, num_experts_per_tok=4, **sharp).save_pretrained(
+        tmp_path / "sharp"
+    )
+    printed = processes.run(run_page, tmp_path, blocks, compares)
+    rows = [int(*re.findall(rf"^rank {rank} computed (\d+) rows$", printed[rank], re.MULTILINE)) for rank in (0, 1)]
+    assert abs(rows[0] - rows[1]) <= 0.04 * sum(rows), "replicas even the ranks out"
+
+
+def require_same_weights(page):
+    """On each rank: three steps of SGD under plans, on EP of transformers without, and with gradients dropped.
+
+    Args:
+        page: what the page has defined.
+    """
+    planned, without = _trained(page, page["PlannedTrainer"]), _trained(page, _replaying(page))
+    torch.testing.assert_close(planned, without, rtol=0, atol=1e-6)
+    with patch.object(StackedReplicas, "add_returned", lambda self, returned, grads: list(grads)):
+        dropped = _trained(page, page["PlannedTrainer"])
+    assert (dropped - without).abs().max() > 1e-4, "the control: gradients of replicas count"
+
+
+def _trained(page, kind):
+    model = page["model"] = page["load"]("sharp")
+    page["routed"] = page["hf"].attach(model)
+    settings = page["settings"] | {"max_steps": 3, "optim": "sgd", "learning_rate": 0.1, "seed": 0}
+    arguments = page["TrainingArguments"]("checked", **settings)
+    kind(model, arguments, page["collate"], train_dataset=range(len(page["sequences"]))).train()
+    return torch.cat([whole(each).detach().flatten() for each in model.parameters()])
+
+
+def _replaying(page):
+    """A Trainer that replays, its experts at home as transformers has them."""
+
+    class Replaying(page["Trainer"]):
+        def training_step(self, model, inputs, num_items_in_batch=None):
+            with page["routed"].replay(inputs.pop("trace")):
+                return super().training_step(model, inputs, num_items_in_batch)
+
+    return Replaying
 
 
 class Noting(PlannedWindows):

@@ -97,7 +97,7 @@ REFUSED = {
 }
 
 
-@grid("name", REFUSED, quick=12)
+@grid("name", REFUSED, quick=5)
 def test_what_is_not_replayed_or_wrong_ends_the_run(name, folder):
     settings, error, message = REFUSED[name]
     settings, model = dict(settings), policy()

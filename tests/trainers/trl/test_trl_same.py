@@ -31,28 +31,30 @@ def shortness(completions, **_):
 TWO_REWARDS = {"reward_funcs": [vowels, shortness], "reward_weights": [1.0, 0.3]}
 TWO_REWARDS |= {"multi_objective_aggregation": "normalize_then_sum"}
 CUTS = {"temperature": 0.7, "top_p": 0.8, "top_k": 40, "min_p": 0.01, "repetition_penalty": 1.1}
+REFERENCE = {"beta": 0.1, "sync_ref_model": True, "ref_model_sync_steps": 1, "use_bias_correction_kl": False}
+LORAS = {"peft_config": LORA, "beta": 0.1}
 AUTOCAST = {"bf16": True, "cast_lm_head_to_fp32": True}
 OPTIONS = {
     "defaults": {},
     "one-update": {"num_iterations": 1, "steps_per_generation": 2, "loss_type": "grpo"},
     "tools": {"run": tools_runs.trained, "model": agent},
-    "grpo": {"loss_type": "grpo", "scale_rewards": "batch", "num_iterations": 3} | TWO_REWARDS,
+    "grpo, reference": {"loss_type": "grpo", "scale_rewards": "batch", "num_iterations": 3} | REFERENCE | TWO_REWARDS,
     "bnpo": {"loss_type": "bnpo", "delta": 1.5, "epsilon_high": 0.3, "gradient_checkpointing": False},
-    "dr_grpo": {"loss_type": "dr_grpo", "scale_rewards": "none", "off_policy_mask_threshold": 1e-3} | CUTS,
+    "dr_grpo, lora": {"loss_type": "dr_grpo", "scale_rewards": "none", "off_policy_mask_threshold": 1e-3}
+    | LORAS
+    | CUTS,
     "cispo": {"loss_type": "cispo", "epsilon_high": 5.0, "top_entropy_quantile": 0.5},
     "sapo": {"loss_type": "sapo", "mask_truncated_completions": True, "model": agent, "max_completion_length": 40},
     "luspo": {"loss_type": "luspo", "importance_sampling_level": "sequence"} | AUTOCAST,
     "vespo": {"loss_type": "vespo", **NO_AUXILIARY},
-    "reference": {"beta": 0.1, "sync_ref_model": True, "ref_model_sync_steps": 1, "use_bias_correction_kl": False},
     "entropy": {"entropy_coef": 0.01, "use_adaptive_entropy": True, "pad_to_multiple_of": 8},
-    "lora": {"peft_config": LORA, "beta": 0.1},
     "compiled": {"torch_compile": True, "torch_compile_backend": "eager", "max_steps": 2},
     "environment": {"run": tools_runs.trained, "model": agent, "tools": (), "environment_factory": tools_runs.Counter},
 }
 
-BY_DAY = ("one-update", "tools", "grpo", "dr_grpo", "reference", "lora", "environment")
-BY_NIGHT = ("bnpo", "cispo", "luspo", "vespo", "entropy", "compiled")
-"""They differ from others in what TRL alone computes, or test_trl_kernels.py has them by day."""
+BY_DAY = ("one-update", "tools", "grpo, reference", "dr_grpo, lora", "environment")
+BY_NIGHT = ("bnpo", "cispo", "sapo", "luspo", "vespo", "entropy", "compiled")
+"""They differ in what TRL alone computes, or test_trl_kernels.py and test_trl_passes.py have them by day."""
 
 if not hasattr(trl.GRPOConfig, "entropy_coef"):  # before TRL 1.8
     del OPTIONS["entropy"]
@@ -88,7 +90,7 @@ def require_same(folder, **settings):
 @pytest.mark.parametrize(
     "options",
     [
-        *("defaults", "sapo"),
+        "defaults",
         *(pytest.param(name, marks=pytest.mark.slow) for name in OPTIONS if name in BY_DAY),
         *(pytest.param(name, marks=pytest.mark.exhaustive) for name in OPTIONS if name in BY_NIGHT),
     ],
@@ -207,7 +209,7 @@ if not hasattr(trl.GRPOConfig, "use_transformers_continuous_batching"):  # befor
 @pytest.mark.shows(
     "TRL", '`replay="none"` where nothing can be recorded: continuous batching, beams, a `rollout_func` without routes'
 )
-@grid("reason", list(UNMEASURED), quick=3)
+@grid("reason", list(UNMEASURED), quick=1)
 def test_where_nothing_can_be_recorded_training_is_trls_own_and_the_log_says_why(reason, folder, caplog):
     settings, message = UNMEASURED[reason]
     settings = {"max_steps": 1, **settings}

@@ -188,6 +188,7 @@ def test_a_resumed_run_draws_the_random_numbers_of_its_step_and_not_those_of_the
     assert drawn(rollout_with(Notes()), 2) != numbers[3]
 
 
+@pytest.mark.slow
 def test_an_engine_takes_the_weights_of_each_trainer_that_it_samples_for(folder):
     """Also of one that stands at the step of whose weights it has."""
     engine = EmbeddedEngine(policy(), "float32")

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.tiers import grid
 from tests.trainers.trl.trl_runs import logged
 
 pytestmark = pytest.mark.slow
@@ -14,9 +15,7 @@ pytestmark = pytest.mark.slow
 EXAMPLES = Path(__file__).parents[3] / "examples" / "trl"
 
 
-@pytest.mark.parametrize(
-    "script", ["grpo.py", "grpo_r3.py", pytest.param("grpo_tools.py", marks=pytest.mark.exhaustive)]
-)
+@grid("script", ["grpo_r3.py", "grpo.py", "grpo_tools.py"], quick=0, day=1)
 def test_scripts_run_and_those_with_r3_replay_every_turn(script, folder, monkeypatch):
     monkeypatch.setattr(sys, "argv", [script, folder])
     monkeypatch.syspath_prepend(str(EXAMPLES))  # as Python does for a script

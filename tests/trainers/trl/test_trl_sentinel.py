@@ -13,6 +13,7 @@ from foreroute.errors import BatchMismatchError, EngineError, RankError, ReplayE
 from foreroute.mismatch import LooksLike, Sentinel, Suspicion
 from foreroute.trainers.trl import rollout_with
 from foreroute.trainers.trl.controller import TrainerPassController
+from tests.tiers import grid
 from tests.trainers.trl.trl_runs import logged, make, policy
 
 ONCE = {"num_iterations": 1, "steps_per_generation": 2, "gradient_accumulation_steps": 2, "max_steps": 2}
@@ -52,7 +53,7 @@ def first_output(run):
     return output
 
 
-@pytest.mark.parametrize("passes", [TWICE, ONCE], ids=["old pass", "no old pass"])
+@grid("passes", [TWICE, ONCE], ids=["old pass", "no old pass"], quick=1)
 def test_a_rollout_that_is_mixed_up_is_in_the_log_of_its_step(passes, folder, mixed_up, caplog):
     run = trainer(folder, **passes)
     with caplog.at_level(logging.WARNING):
@@ -71,7 +72,7 @@ def test_a_run_that_is_to_stop_does_before_it_learns_from_the_rollout(folder, mi
     assert run.state.global_step == 2  # those of the first rollout
 
 
-@pytest.mark.parametrize("passes", [TWICE, ONCE], ids=["old pass", "no old pass"])
+@grid("passes", [TWICE, ONCE], ids=["old pass", "no old pass"], quick=0)
 def test_weights_that_a_sync_garbled_are_in_the_log_of_the_first_rollout_behind_it(passes, folder, monkeypatch, caplog):
     generate, calls = EmbeddedEngine.generate, []
 
@@ -117,6 +118,7 @@ def test_dropped_tokens_are_those_behind_the_first_wrong_row(folder, monkeypatch
     assert positions.tolist() == list(range(since + 1, since + 4))
 
 
+@pytest.mark.slow
 def test_a_layer_that_is_suspected_leaves_nothing_of_the_rollout_to_train_on(folder, monkeypatch):
     found = Suspicion(LooksLike.STALE_LAYER, "planted", 0.9, 0.1, 1e-9, layer=1)
     monkeypatch.setattr(Sentinel, "judge", lambda sentinel, counts: [found])
@@ -126,6 +128,7 @@ def test_a_layer_that_is_suspected_leaves_nothing_of_the_rollout_to_train_on(fol
     assert not output["tool_mask"].any()
 
 
+@pytest.mark.slow
 def test_a_process_that_cannot_judge_ends_all(folder, monkeypatch):
     def judge(sentinel, counts):
         raise ReplayError("no rows here")

@@ -68,7 +68,7 @@ def test_gradients_are_those_of_sampled_tokens_under_the_routes_of_their_turns(s
         "engine": {"rollout_func": rollout_with(engine)},
         "branches": {"rollout_func": branching(engine), "tools": ()},
     }[source]
-    trainer = trained(folder, model=model, **chosen)
+    trainer = trained(folder, model=model, max_completion_length=100, **chosen)  # some of which have three turns
     sequences = list(sequences_of(trainer))
     turns = [np.diff(sampled.astype(int)).clip(0).sum() for _, sampled, _ in sequences]
     assert max(turns) > 1

@@ -54,6 +54,7 @@ def main(folder: str, replay: str, dtype: str) -> None:
     model = type(agent()).from_pretrained(folder, dtype=torch.float32)
     before = copy.deepcopy(model)
     settings = {"use_vllm": True, "vllm_mode": "colocate", "vllm_max_model_length": 256}
+    settings["max_completion_length"] = 100
     trainer = make(f"{folder}/run", model=model, replay=replay, **settings)
     trainer.train()
     sequences = list(sequences_of(trainer))

@@ -23,7 +23,7 @@ ONE_STEP = {
     "num_generations": 4,
     "max_steps": 1,
     **trl_runs.NO_AUXILIARY,
-    "max_completion_length": 100,
+    "max_completion_length": 50,
     "max_grad_norm": 0.0,
 }
 

@@ -1,7 +1,6 @@
 """TRL runs of a few seconds. No pytest is needed."""
 
 import os
-from multiprocessing import forkserver
 
 import torch
 from datasets import Dataset
@@ -9,7 +8,6 @@ from transformers import Qwen3MoeForCausalLM
 from trl import GRPOConfig
 
 from examples.trl.tiny import policy, tokenizer, vowels
-from foreroute.testing.ranks import IMPORTED, Workers
 from foreroute.trainers.trl import GRPOTrainer
 from tests.roundings import terms_of
 
@@ -39,14 +37,6 @@ NO_AUXILIARY = {"router_aux_loss_coef": 0.0} if hasattr(GRPOConfig, "router_aux_
 
 TERMS = terms_of(128, vocabulary=258)
 """What the policy adds up: its four heads of 32 are its widest rows."""
-
-server = forkserver.ForkServer()
-server.set_forkserver_preload([*IMPORTED, __name__])
-
-
-def two_processes():
-    """Forked from one that has imported TRL, which takes seconds."""
-    return Workers(2, timeout_s=500, forked_from=server)
 
 
 def as_torchrun_does(rank):
