@@ -20,7 +20,7 @@ from tests.doctor.planted_roots import SIZES, rollout, trainer
 from tests.report.pages import text_of
 from tests.tiers import grid
 
-pytestmark = pytest.mark.usefixtures("unwired")
+pytestmark = pytest.mark.usefixtures("unwired", "unpainted")
 
 
 class Replays:
