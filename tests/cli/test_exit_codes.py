@@ -106,6 +106,7 @@ def test_a_signal_ends_a_verb_in_one_line_and_leaves_nothing_behind(tmp_path):
     assert list(tmp_path.iterdir()) == [], "the temporary file is gone"
 
 
+@pytest.mark.slow
 def test_a_signal_whose_exception_python_drops_ends_a_verb_too(tmp_path):
     """Python drops what is raised in a destructor; the second time the signal comes while the verb waits."""
     text = HANGING.replace(

@@ -15,7 +15,6 @@ from foreroute.testing.models import SMALL, tiny
 from foreroute.trace import SAMPLING
 from tests.attended import SIZES
 from tests.doctor.doctor_cases import VERSION, generation, older
-from tests.tiers import grid
 from tests.traces import random_trace
 
 
@@ -152,7 +151,8 @@ def logprobs_of_logits(model, sequences, temperature=1.0):
     return np.concatenate(found)
 
 
-@grid("family", ["qwen3_moe", "granitemoe"], ids=["a plain head", "a head that is scaled"], quick=1)
+@pytest.mark.slow
+@pytest.mark.parametrize("family", ["qwen3_moe", "granitemoe"], ids=["a plain head", "a head that is scaled"])
 def test_logits_are_made_of_a_few_response_tokens_at_a_time(family, monkeypatch):
     scaled = {"logits_scaling": 3.0, "num_local_experts": 8, "num_experts_per_tok": 2}
     model = tiny(family) if family == "qwen3_moe" else hf.build_model(family, seed=0, **SMALL, **scaled).eval()
@@ -181,18 +181,18 @@ def about_indexers(model, sequences):
 
 
 @pytest.mark.usefixtures("unwired")
-def test_right_choices_are_called_fine_and_others_are_counted(sparse):
+def test_right_choices_are_called_fine(sparse):
     (choices, replay) = about_indexers(sparse, generation(sparse, indexers=True))
     assert (choices.severity, replay.severity) == (Severity.FINE, Severity.FINE)
     assert "chose other units in at least one layer of 0 of" in choices.sentence
-    choices = about_indexers(sparse, generation(sparse, "bfloat16", indexers=True))[0]
-    assert choices.severity is Severity.NOTE
-    assert " of 0 of" not in choices.sentence
 
 
 @pytest.mark.usefixtures("unwired")
 @pytest.mark.slow
-def test_a_trace_without_choices_is_warned_of(sparse):
+def test_other_choices_are_counted_and_a_trace_without_any_is_warned_of(sparse):
+    choices = about_indexers(sparse, generation(sparse, "bfloat16", indexers=True))[0]
+    assert choices.severity is Severity.NOTE
+    assert " of 0 of" not in choices.sentence
     (choices, *_) = about_indexers(sparse, generation(sparse, "bfloat16"))
     assert choices.severity is Severity.WARNING
     assert "the trace has none of their choices" in choices.sentence

@@ -195,7 +195,7 @@ OTHER = [
 ]
 
 
-@grid("path", ["/pause?mode=wait", "/collective_rpc", "/reset_prefix_cache", "/update_weight_version"], quick=2)
+@grid("path", ["/pause?mode=wait", "/collective_rpc", "/reset_prefix_cache", "/update_weight_version"], quick=1)
 def test_a_server_is_never_left_paused_and_samples_nothing_with_weights_half_loaded(routed, tmp_path, path):
     only_status = path in ("/pause?mode=wait", "/update_weight_version")
     answer = Server()
