@@ -53,7 +53,7 @@ def test_what_a_careless_verb_does_is_seen(tmp_path, monkeypatch, kind):
     good.mkdir()
     fr.save(random_trace(0), good / "trace.safetensors")
     monkeypatch.setattr("foreroute.cli.main.main", CARELESS.get(kind, lambda: None))
-    monkeypatch.setattr(doors, "DEADLINE_S", 2.0 if kind == "hangs" else 60.0)
+    monkeypatch.setattr(doors, "DEADLINE_S", 0.5 if kind == "hangs" else 60.0)
     case = Case("inspect", "trace", "valid", "inspect @", ANY, given="given", valid="trace.safetensors")
     found = doors.judged([doors.run(case, tmp_path / "case", good)])
     assert {name for name, cases in found.items() if cases} == {kind} - {""}
