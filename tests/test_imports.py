@@ -5,6 +5,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 ROOT = Path(__file__).parents[1]
 FRAMEWORKS = {"torch", "transformers", "megatron", "trl", "matplotlib"}
 HEAVY = FRAMEWORKS | {"jinja2", "pydantic", "typer", "rich", "safetensors", "scipy"}
@@ -47,6 +49,7 @@ def test_importing_loads_what_is_asked_for():
     assert command_line.isdisjoint(FRAMEWORKS)
 
 
+@pytest.mark.slow
 def test_the_core_loads_no_other_room_and_attaching_a_model_and_a_base_install_what_they_take_alone():
     """No format of files, no packer, no metrics, no executor of plans; and no library of the command line."""
     core, attached, _ = loaded_by(

@@ -128,6 +128,7 @@ def prose_in_matches(tree):
                     yield node.lineno, text
 
 
+@pytest.mark.slow
 def test_errors_are_matched_by_their_class_and_key_words():
     """So that a message can be said better; what it must hold are names, numbers and two words."""
     found = [

@@ -84,6 +84,7 @@ def test_another_temperature_is_not_blamed_on_routes(model):
     assert diagnosis(model, generation(model, temperature=0.5), temperature=0.5).worst is Severity.FINE
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("unwired")
 def test_a_trace_of_another_model_is_refused_in_words(model):
     found = diagnosis(model, generation(tiny("deepseek_v3")))
@@ -97,6 +98,7 @@ def test_a_model_that_replay_does_not_reach_is_not_wired():
     assert "Replay is not wired" in diagnosis(model, generation(tiny("qwen3_moe"))).headline
 
 
+@pytest.mark.slow
 def test_a_trainer_with_dropout_left_on_does_not_repeat_itself(model):
     noisy = tiny("qwen3_moe")
     noisy.lm_head.register_forward_hook(lambda m, a, out: out + 0.01 * torch.randn_like(out))
@@ -180,6 +182,7 @@ def about_indexers(model, sequences):
     return [f for f in diagnose(examine(model, sequences)).findings if f.topic in ("indexers", "replay")]
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("unwired")
 def test_right_choices_are_called_fine(sparse):
     (choices, replay) = about_indexers(sparse, generation(sparse, indexers=True))

@@ -192,7 +192,7 @@ def with_fewer_picks(trace):
     return replace(trace, spec=uneven, expert_ids_NLK=ids)
 
 
-@grid("kind", [Defect.SHIFT, Defect.LAYER_OFFSET, Defect.PHYSICAL_IDS, Defect.NONE], quick=2)
+@grid("kind", [Defect.SHIFT, Defect.LAYER_OFFSET, Defect.PHYSICAL_IDS, Defect.NONE], quick=1)
 def test_defects_are_named_where_layers_differ_in_their_picks(kind):
     seen = 0
     for seed in range(20):

@@ -192,7 +192,7 @@ def test_slow_drift_is_healthy_and_a_jump_of_its_whole_size_is_not():
 
 
 @grid(
-    ("share", "alike", "spread"), [(0.03, 4, 0.3), (0.2, 1, 0.0), (0.2, 4, 0.3), (0.03, 1, 0.0), (0.2, 8, 0.2)], quick=2
+    ("share", "alike", "spread"), [(0.03, 4, 0.3), (0.2, 1, 0.0), (0.2, 4, 0.3), (0.03, 1, 0.0), (0.2, 8, 0.2)], quick=1
 )
 def test_healthy_rows_alarm_no_more_often_than_the_rate(share, alike, spread):
     """At a rate that shows: independent rows, rows that come in runs, sequences that differ."""

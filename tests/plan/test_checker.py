@@ -102,7 +102,7 @@ def test_refuses_exactly_what_brute_force_refuses(most):
     plan = random_plan(counts, Topology(4, 2, 2, LINKS), seed=7, keep=0.6)
     names = ["expert_R", "rank_R", "slot_R", "fetched_R", "tokens_RG", "home_LE", "max_load_ML", "offsets"]
     valid = 0
-    for _ in range(600):
+    for _ in range(300):
         name = rng.choice(names)
         array = plan.tensors[name]
         place = tuple(int(rng.integers(n)) for n in array.shape)
@@ -115,7 +115,7 @@ def test_refuses_exactly_what_brute_force_refuses(most):
         else:
             assert _is_valid(other, counts)
             valid += 1
-    assert 0 < valid < 200
+    assert 0 < valid < 100
 
 
 def _is_valid(plan, counts):

@@ -3,6 +3,7 @@
 import re
 import tomllib
 from dataclasses import replace
+from functools import cache
 
 import numpy as np
 import pytest
@@ -41,6 +42,7 @@ COSTS = CostModel(
 ONE_NODE = Topology(4, 4, 2, LINKS)
 
 
+@cache
 def case(topology=None, shape=(3, 2, 4, 8), *, empty=False, at_home=()):
     topology = topology or ONE_NODE
     counts = random_counts(0, shape, most=1 if empty else 900)

@@ -114,7 +114,7 @@ def test_a_request_that_is_interrupted_leaves_the_engine_usable(routed, started)
     assert len(engine.generate(prompts(4, 7), SAMPLING, seeded())) == 2
 
 
-@pytest.mark.parametrize("version", ["0.27.1", "0.27.9rc1"])
+@grid("version", ["0.27.9rc1", "0.27.1"], quick=1)
 def test_a_vllm_of_a_version_that_does_not_work_is_refused_before_it_starts(routed, started, monkeypatch, version):
     monkeypatch.setenv("FAKE_VLLM_VERSION", version)
     with pytest.raises(EngineError, match=re.escape(f"vLLM {version} does not work")) as refused:
