@@ -125,6 +125,7 @@ def test_what_closes_takes_its_time(tmp_path):
     assert signalled(text, tmp_path, signal.SIGTERM) == (143, "closed\nstopped: ended by SIGTERM\n")
 
 
+@pytest.mark.slow
 def test_what_nohup_ignores_stays_ignored(tmp_path):
     text = HANGING.replace("time.sleep(60)\n    write", "os.kill(os.getpid(), 1)\n    write")
     text = text.replace("args=(60,)", "args=(0,)").replace("SIG_DFL)\n", "SIG_IGN)\nimport os\n")

@@ -83,7 +83,7 @@ def test_plans_are_valid_and_never_slower_on_random_workloads(dispatcher, paths)
     assert faster > 40
 
 
-@pytest.mark.parametrize("pay_off", [False, True])
+@grid("pay_off", [True, False], quick=1)
 def test_steps_are_valid_and_never_slower(pay_off):
     """Than balanced plans of as many slots, and than static, whatever a fetch costs, in kept slots and shared ones."""
     faster, kept = Counter(), 0
