@@ -5,6 +5,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 ROOT = Path(__file__).parents[1]
 FRAMEWORKS = {"torch", "transformers", "megatron", "trl", "matplotlib"}
 HEAVY = FRAMEWORKS | {"jinja2", "pydantic", "typer", "rich", "safetensors", "scipy"}
@@ -47,13 +49,18 @@ def test_importing_loads_what_is_asked_for():
     assert command_line.isdisjoint(FRAMEWORKS)
 
 
-def test_the_core_loads_no_other_room_and_attaching_a_hugging_face_model_what_it_takes_alone():
-    """No format of files, no packer, no metrics, no executor of plans."""
-    core, attached = loaded_by("from foreroute.core import attach", "from foreroute.adapters import hf\nhf.attach")
+@pytest.mark.slow
+def test_the_core_loads_no_other_room_and_attaching_a_model_and_a_base_install_what_they_take_alone():
+    """No format of files, no packer, no metrics, no executor of plans; and no library of the command line."""
+    core, attached, _ = loaded_by(
+        blocked(OF_CLI) + "from foreroute.core import attach",
+        "from foreroute.adapters import hf\nhf.attach",
+        all_of(BASE_ROOMS),
+    )
     assert rooms_of(core) == {"core"}
     assert rooms_of(attached) == {"adapters", "checks", "core", "errors", "kernels", "layout", "replay", "trace"}
     files = {"replay.recording", "replay.sampling_masks", "trace.file", "layout.packing", "adapters.hf.indexers"}
-    assert attached.isdisjoint({f"foreroute.{name}" for name in files} | {"pydantic"})
+    assert attached.isdisjoint({f"foreroute.{name}" for name in files})
 
 
 def all_of(rooms):
@@ -81,11 +88,6 @@ class Absent:
 
 sys.meta_path.insert(0, Absent())
 """
-
-
-def test_a_base_install_needs_none_of_the_libraries_of_the_command_line():
-    [loaded] = loaded_by(blocked(OF_CLI) + all_of(BASE_ROOMS))
-    assert loaded.isdisjoint(OF_CLI)
 
 
 def test_the_command_line_says_which_extra_it_needs():

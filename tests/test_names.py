@@ -4,8 +4,9 @@ import ast
 from collections import defaultdict
 from pathlib import Path
 
+from tests.source_nodes import source_nodes
+
 TESTS = Path(__file__).parent
-SOURCE = TESTS.parent / "src"
 
 
 def test_every_folder_with_modules_of_the_tests_is_a_package():
@@ -16,8 +17,8 @@ def test_every_folder_with_modules_of_the_tests_is_a_package():
 
 def test_no_two_public_classes_share_a_name():
     where = defaultdict(list)
-    for path in sorted(SOURCE.rglob("*.py")):
-        for node in ast.walk(ast.parse(path.read_text())):
+    for path, nodes in source_nodes():
+        for node in nodes:
             if isinstance(node, ast.ClassDef) and not node.name.startswith("_"):
-                where[node.name].append(f"{path.relative_to(SOURCE)}:{node.lineno}")
+                where[node.name].append(f"{path}:{node.lineno}")
     assert {name: places for name, places in where.items() if len(places) > 1} == {}

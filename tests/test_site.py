@@ -3,10 +3,10 @@
 import ast
 import re
 import tomllib
-from functools import cache
 from pathlib import Path
 
 from foreroute.cli.main import app
+from tests.source_nodes import source_nodes
 
 ROOT = Path(__file__).parents[1]
 LINK = re.compile(r"\]\(([^)#\s]+)(?:#[^)]*)?\)")
@@ -64,15 +64,11 @@ def test_the_map_of_rooms_is_that_of_the_import_rule():
     assert [wide.get(floor[0], " ".join(floor)).split() for floor in floors] == expected
 
 
-@cache
-def source_nodes():
-    """Every node of the package's modules."""
-    return [node for path in (ROOT / "src").rglob("*.py") for node in ast.walk(ast.parse(path.read_text()))]
-
-
 def error_classes():
     """Names of `ForerouteError` and of all public classes below it."""
-    classes = [node for node in source_nodes() if isinstance(node, ast.ClassDef) and not node.name.startswith("_")]
+    classes = [
+        node for _, nodes in source_nodes() for node in nodes if isinstance(node, ast.ClassDef) and node.name[0] != "_"
+    ]
     found, before = {"ForerouteError"}, set()
     while found != before:
         before = set(found)
@@ -82,8 +78,9 @@ def error_classes():
 
 def messages():
     """Every text of the package that is no docstring; what f-strings fill in divides one."""
-    documentation = {id(node.value) for node in source_nodes() if isinstance(node, ast.Expr)}
-    texts = [node for node in source_nodes() if isinstance(node, ast.Constant) and isinstance(node.value, str)]
+    every = [node for _, nodes in source_nodes() for node in nodes]
+    documentation = {id(node.value) for node in every if isinstance(node, ast.Expr)}
+    texts = [node for node in every if isinstance(node, ast.Constant) and isinstance(node.value, str)]
     return "\n".join(node.value for node in texts if id(node) not in documentation)
 
 

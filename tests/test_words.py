@@ -6,6 +6,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.source_nodes import source_nodes
+
 ROOT = Path(__file__).parents[1]
 INSTEAD = {
     r"\bseals?\b": "checksum",
@@ -49,10 +51,10 @@ def texts():
     """Place -> text, of every page, and of every string of the sources."""
     for page in sorted((ROOT / "docs").rglob("*.md")):
         yield page.relative_to(ROOT), fences_away(page.read_text(encoding="utf-8"))
-    for source in sorted((ROOT / "src").rglob("*.py")):
-        for node in ast.walk(ast.parse(source.read_text(encoding="utf-8"))):
+    for path, nodes in source_nodes():
+        for node in nodes:
             if isinstance(node, ast.Constant) and isinstance(node.value, str):
-                yield f"{source.relative_to(ROOT)}:{node.lineno}", node.value
+                yield f"{path}:{node.lineno}", node.value
 
 
 def snake(name):
@@ -60,9 +62,9 @@ def snake(name):
     return f"_{words}_" + "()" * name.endswith("()")
 
 
-def names_of(tree):
+def names_of(nodes):
     """What a module names: functions, classes, arguments, variables and attributes, with their lines."""
-    for node in ast.walk(tree):
+    for node in nodes:
         if isinstance(node, ast.FunctionDef):
             yield node.lineno, f"{node.name}()"
         elif isinstance(node, ast.ClassDef):
@@ -82,11 +84,7 @@ def all_texts():
 
 @pytest.fixture(scope="module")
 def all_names():
-    return [
-        (f"{source.relative_to(ROOT)}:{line}", name)
-        for source in sorted((ROOT / "src").rglob("*.py"))
-        for line, name in names_of(ast.parse(source.read_text(encoding="utf-8")))
-    ]
+    return [(f"{path}:{line}", name) for path, nodes in source_nodes() for line, name in names_of(nodes)]
 
 
 @pytest.mark.parametrize("word", INSTEAD)
@@ -111,14 +109,16 @@ def test_words_are_seen_in_names():
     planted = (
         "class HandedOn:\n    def give_up(self, lent_E, is_again):\n        self._rivals = told = 1\ndef _given(): ..."
     )
-    seen = {name for _, name in names_of(ast.parse(planted)) if re.search("|".join(NAMES_INSTEAD), snake(name))}
+    seen = {
+        name for _, name in names_of(ast.walk(ast.parse(planted))) if re.search("|".join(NAMES_INSTEAD), snake(name))
+    }
     assert seen == {"HandedOn", "give_up()", "lent_E", "is_again", "_rivals", "told", "_given()"}
 
 
 def prose_in_matches(tree):
     """The patterns of `pytest.raises` and `pytest.warns` with three plain words in a row, and their lines."""
     for node in ast.walk(tree):
-        if isinstance(node, ast.Call) and ast.unparse(node.func) in ("pytest.raises", "pytest.warns"):
+        if isinstance(node, ast.Call) and getattr(node.func, "attr", "") in ("raises", "warns"):
             for keyword in node.keywords:
                 text = getattr(keyword.value, "value", "") if keyword.arg == "match" else ""
                 if not isinstance(text, str):
@@ -128,6 +128,7 @@ def prose_in_matches(tree):
                     yield node.lineno, text
 
 
+@pytest.mark.slow
 def test_errors_are_matched_by_their_class_and_key_words():
     """So that a message can be said better; what it must hold are names, numbers and two words."""
     found = [

@@ -9,10 +9,10 @@ import pytest
 
 from foreroute import RoutingSpec
 from foreroute.capture import read_nemo_gym, read_skycap
+from foreroute.capture.arrays import MAX_TEXT
 from foreroute.errors import CaptureError
 from tests import scripted
 from tests.scripted import SPEC
-from tests.tiers import grid
 
 TOOL = scripted.Call("c0", None, [5, 6, 7, 8], [10, 11, 12], 1, at=100.0)
 LAST = scripted.Call("c1", TOOL, [*TOOL.tokens, 20, 21], [13, 14], 1, at=101.0)
@@ -167,10 +167,10 @@ def test_a_row_that_cannot_be_compared_with_the_one_before_is_absent(tmp_path):
     assert read.generation.trace.valid_N.tolist() == [True] + [False] * 4 + [True, False]
 
 
-@grid("kind", ["json", "tokens", "experts"], quick=1)
+@pytest.mark.parametrize("kind", ["json", "tokens", "experts"])
 def test_frames_that_hold_more_than_is_stated_are_not_unpacked(tmp_path, kind):
     skycap(tmp_path)
-    bomb = scripted.compressed(bytes(1 << 30), states_size=False)
+    bomb = scripted.compressed(bytes(MAX_TEXT + 1), states_size=False)
     (tmp_path / f"tr_1.{kind}.zst").write_bytes(bomb)
     with pytest.raises(CaptureError, match=r"holds.*\d+ bytes"):
         read_skycap(tmp_path / "tr_1.json.zst", model=SPEC, weight_version=1)

@@ -126,6 +126,7 @@ def test_a_run_folder_is_examined_at_the_checkpoint_of_its_rollout(run):
     assert "its rows are of weight version 20, and the trainer is at 0" in said(stale)
 
 
+@pytest.mark.slow
 def test_a_run_without_the_checkpoint_of_a_rollout_says_which_it_has(run, tmp_path):
     other = generation(tiny("qwen3_moe"), below=16)
     fr.save(other.trace.with_weight_version(7), tmp_path / "seven")
@@ -135,6 +136,7 @@ def test_a_run_without_the_checkpoint_of_a_rollout_says_which_it_has(run, tmp_pa
     assert "those of 0, 20" in result.stderr
 
 
+@pytest.mark.slow
 def test_a_run_that_is_not_whole_is_refused(run, tmp_path):
     shutil.copytree(run, tmp_path / "run")
     config = json.loads((run / "config.json").read_text())

@@ -106,6 +106,7 @@ def test_a_signal_ends_a_verb_in_one_line_and_leaves_nothing_behind(tmp_path):
     assert list(tmp_path.iterdir()) == [], "the temporary file is gone"
 
 
+@pytest.mark.slow
 def test_a_signal_whose_exception_python_drops_ends_a_verb_too(tmp_path):
     """Python drops what is raised in a destructor; the second time the signal comes while the verb waits."""
     text = HANGING.replace(
@@ -124,6 +125,7 @@ def test_what_closes_takes_its_time(tmp_path):
     assert signalled(text, tmp_path, signal.SIGTERM) == (143, "closed\nstopped: ended by SIGTERM\n")
 
 
+@pytest.mark.slow
 def test_what_nohup_ignores_stays_ignored(tmp_path):
     text = HANGING.replace("time.sleep(60)\n    write", "os.kill(os.getpid(), 1)\n    write")
     text = text.replace("args=(60,)", "args=(0,)").replace("SIG_DFL)\n", "SIG_IGN)\nimport os\n")

@@ -23,6 +23,8 @@ from tests.plan.random_plans import LINKS
 from tests.tiers import grid
 from tests.traces import random_trace, spec_of
 
+pytestmark = pytest.mark.usefixtures("unpainted")
+
 
 def plan(words, folder, columns=80):
     return foreroute("plan", *words.split(), cwd=folder, columns=columns)
@@ -248,7 +250,6 @@ def test_every_option_of_the_planner_can_be_set():
     assert parse_options(['slots="layer"']) == parse_options([]) == PlanOptions()
 
 
-@pytest.mark.usefixtures("unpainted")
 def test_existing_files_are_replaced_only_when_asked(files, tmp_path):
     for name in ("cluster.toml", "counts.safetensors"):
         shutil.copy(files / name, tmp_path)

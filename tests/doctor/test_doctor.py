@@ -15,7 +15,6 @@ from foreroute.testing.models import SMALL, tiny
 from foreroute.trace import SAMPLING
 from tests.attended import SIZES
 from tests.doctor.doctor_cases import VERSION, generation, older
-from tests.tiers import grid
 from tests.traces import random_trace
 
 
@@ -85,6 +84,7 @@ def test_another_temperature_is_not_blamed_on_routes(model):
     assert diagnosis(model, generation(model, temperature=0.5), temperature=0.5).worst is Severity.FINE
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("unwired")
 def test_a_trace_of_another_model_is_refused_in_words(model):
     found = diagnosis(model, generation(tiny("deepseek_v3")))
@@ -98,6 +98,7 @@ def test_a_model_that_replay_does_not_reach_is_not_wired():
     assert "Replay is not wired" in diagnosis(model, generation(tiny("qwen3_moe"))).headline
 
 
+@pytest.mark.slow
 def test_a_trainer_with_dropout_left_on_does_not_repeat_itself(model):
     noisy = tiny("qwen3_moe")
     noisy.lm_head.register_forward_hook(lambda m, a, out: out + 0.01 * torch.randn_like(out))
@@ -152,7 +153,8 @@ def logprobs_of_logits(model, sequences, temperature=1.0):
     return np.concatenate(found)
 
 
-@grid("family", ["qwen3_moe", "granitemoe"], ids=["a plain head", "a head that is scaled"], quick=1)
+@pytest.mark.slow
+@pytest.mark.parametrize("family", ["qwen3_moe", "granitemoe"], ids=["a plain head", "a head that is scaled"])
 def test_logits_are_made_of_a_few_response_tokens_at_a_time(family, monkeypatch):
     scaled = {"logits_scaling": 3.0, "num_local_experts": 8, "num_experts_per_tok": 2}
     model = tiny(family) if family == "qwen3_moe" else hf.build_model(family, seed=0, **SMALL, **scaled).eval()
@@ -180,19 +182,20 @@ def about_indexers(model, sequences):
     return [f for f in diagnose(examine(model, sequences)).findings if f.topic in ("indexers", "replay")]
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("unwired")
-def test_right_choices_are_called_fine_and_others_are_counted(sparse):
+def test_right_choices_are_called_fine(sparse):
     (choices, replay) = about_indexers(sparse, generation(sparse, indexers=True))
     assert (choices.severity, replay.severity) == (Severity.FINE, Severity.FINE)
     assert "chose other units in at least one layer of 0 of" in choices.sentence
-    choices = about_indexers(sparse, generation(sparse, "bfloat16", indexers=True))[0]
-    assert choices.severity is Severity.NOTE
-    assert " of 0 of" not in choices.sentence
 
 
 @pytest.mark.usefixtures("unwired")
 @pytest.mark.slow
-def test_a_trace_without_choices_is_warned_of(sparse):
+def test_other_choices_are_counted_and_a_trace_without_any_is_warned_of(sparse):
+    choices = about_indexers(sparse, generation(sparse, "bfloat16", indexers=True))[0]
+    assert choices.severity is Severity.NOTE
+    assert " of 0 of" not in choices.sentence
     (choices, *_) = about_indexers(sparse, generation(sparse, "bfloat16"))
     assert choices.severity is Severity.WARNING
     assert "the trace has none of their choices" in choices.sentence

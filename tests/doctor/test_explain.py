@@ -20,7 +20,7 @@ from tests.doctor.planted_roots import SIZES, rollout, trainer
 from tests.report.pages import text_of
 from tests.tiers import grid
 
-pytestmark = pytest.mark.usefixtures("unwired")
+pytestmark = pytest.mark.usefixtures("unwired", "unpainted")
 
 
 class Replays:
@@ -88,6 +88,7 @@ def test_layers_flips_and_tokens_are_those_of_exact_replays(family, precision, t
     assert f"This took {found.forwards:.1f} forwards and 2 backwards" in text
 
 
+@pytest.mark.slow
 def test_text_of_tools_between_sampled_tokens_moves_no_position():
     model = trainer("qwen3_moe", 4)
     whole, _ = rollout(model, "bfloat16", sequences=4)
@@ -134,6 +135,7 @@ def test_an_engine_that_agrees_and_responses_of_no_token_are_no_gap(tmp_path):
         explain(model, generation, none)
 
 
+@pytest.mark.slow
 def test_a_model_is_left_as_it_was_and_micro_steps_add_up(monkeypatch):
     model = trainer("qwen3_moe", 4)
     generation, _ = rollout(model, "bfloat16")

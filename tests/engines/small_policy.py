@@ -1,5 +1,7 @@
 """The model, the prompts and the reference of the tests with an engine."""
 
+from functools import cache
+
 import numpy as np
 import torch
 
@@ -28,6 +30,7 @@ END = 3
 SAMPLING = Sampling(max_new_tokens=30, end_token=END, temperature=0.8)
 
 
+@cache
 def policy(seed=0):
     return hf.attach(hf.build_model("qwen3_moe", seed=seed, **SIZES).eval())
 

@@ -30,8 +30,7 @@ def sampled(engine, seed=1, **changes):
     return engine.generate(PROMPTS, sampling, torch.Generator().manual_seed(seed))
 
 
-@grid("family", ["qwen3_moe", "gpt_oss", "deepseek_v3"], quick=1)
-@pytest.mark.parametrize("temperature", [1.0, 0.7])
+@grid(("family", "temperature"), [(f, t) for f in ("qwen3_moe", "gpt_oss", "deepseek_v3") for t in (0.7, 1.0)], quick=1)
 def test_routes_and_log_probs_are_those_of_a_full_forward(family, temperature):
     """In float32 the engine's cached decode and the model's full forward agree; order, groups and lengths are kept."""
     model = tiny(family).eval()
@@ -95,7 +94,7 @@ def test_weights_come_one_by_one_and_all_of_them():
         EmbeddedEngine(model)
 
 
-@pytest.mark.parametrize("family", ["qwen3_moe", "gpt_oss", "deepseek_v3", "deepseek_v4"])
+@grid("family", ["qwen3_moe", "gpt_oss", "deepseek_v3", "deepseek_v4"], quick=2)
 def test_fp8_rounds_projections_and_experts_and_leaves_routers(family):
     """And tables of experts, and what stays in float32."""
     model = build(family)
@@ -180,7 +179,7 @@ def kept_by_hand(logits_V, *, top_k=0, top_p=1.0, min_p=0.0):
     return kept
 
 
-@grid("kept", [{"top_p": 0.8}, {"top_k": 5}, {"min_p": 0.05}, {"top_p": 0.9, "top_k": 20, "min_p": 0.02}], quick=2)
+@grid("kept", [{"top_p": 0.8}, {"top_k": 5}, {"min_p": 0.05}, {"top_p": 0.9, "top_k": 20, "min_p": 0.02}], quick=1)
 def test_masks_are_the_sets_that_tokens_were_drawn_from(kept):
     """With them the log-probs of a full forward are the engine's; without them the mean ratio is the kept mass."""
     model = tiny("qwen3_moe").eval()
@@ -207,6 +206,7 @@ def test_masks_are_the_sets_that_tokens_were_drawn_from(kept):
     assert generation.select([1, 0]).trace.equals(trace.select([1, 0]))
 
 
+@pytest.mark.slow
 def test_untruncated_sampling_has_no_masks_and_the_same_tokens():
     model = tiny("qwen3_moe").eval()
     plain, everything = (sampled(EmbeddedEngine(model, "float32"), **kept) for kept in ({}, {"top_k": 10_000}))
@@ -230,6 +230,7 @@ def test_numpys_numbers_are_kept_as_pythons_own_that_every_server_takes():
     assert json.dumps(asdict(given)) == json.dumps(asdict(Sampling(5, -1, 2, 0.5, 3, 0.25, 0.5)))
 
 
+@pytest.mark.slow
 def test_weights_that_ranks_have_shards_of_are_gathered(tmp_path):
     """One at a time, as FSDP2 has them in a `state_dict`; on one rank, which has all rows of each."""
     dist.init_process_group("gloo", init_method=f"file://{tmp_path / 'group'}", world_size=1, rank=0)

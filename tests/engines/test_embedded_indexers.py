@@ -49,6 +49,7 @@ def test_choices_are_those_of_a_full_forward(family):
         assert stream_difference(recording.trace().streams["indexer"], own).differing == 0
 
 
+@pytest.mark.slow
 def test_a_trainer_attends_to_what_the_engine_did_and_alone_to_others():
     model = build("deepseek_v32", **SPARSE["deepseek_v32"])
     trace = sampled(model, "bfloat16", indexers=True).trace

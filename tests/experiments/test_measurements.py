@@ -60,6 +60,7 @@ def test_at_fixed_weights_replay_lowers_what_precision_raised(start):
     assert exact["shifted"]["k3"] > 1e-6, "the control is seen to fail"
 
 
+@pytest.mark.slow
 def test_figures_of_a_run_are_those_of_its_records(start, monkeypatch):
     kept = []
 
@@ -81,6 +82,7 @@ def test_figures_of_a_run_are_those_of_its_records(start, monkeypatch):
     assert min(found["stale_share_by_mini_step"][1:]) > 0
 
 
+@pytest.mark.slow
 def test_routes_go_stale_as_the_weights_move(start):
     """Replayed routes of the same weights and precision are the routers' own, until the first optimizer step."""
     rl = {"routing": "R3", "mini_steps": 3, "steps": 1, "learning_rate": 1e-2, "warmup_steps": 0}

@@ -1,12 +1,11 @@
 """Files are written whole or not at all, whatever happens to the writer and whoever writes beside it."""
 
 import errno
+import multiprocessing
 import os
 import signal
 import stat
-import subprocess
-import sys
-import time
+from contextlib import suppress
 
 import pytest
 
@@ -23,35 +22,33 @@ def temporary(request, monkeypatch):
     return request.param
 
 
-def killed_in(function, target, temporary="unnamed"):
+def killed_in(function, target, open_files=writing.OPEN_FILES):
     """A process is killed when a write to `target` calls a function of `os`; what is left in the folder."""
-    code = """
-import os, signal, sys
-from pathlib import Path
-from foreroute.files import writing
 
-def die(*args, **kwargs):
-    os.kill(os.getpid(), signal.SIGKILL)
+    def write(_):
+        writing.OPEN_FILES = open_files
+        setattr(os, function, lambda *_, **__: os.kill(os.getpid(), signal.SIGKILL))
+        write_atomically(target, b"whole")
 
-if sys.argv[3] == "named":
-    writing.OPEN_FILES = "/nowhere"
-setattr(os, sys.argv[2], die)
-writing.write_atomically(Path(sys.argv[1]), b"whole")
-"""
-    run = subprocess.run([sys.executable, "-c", code, str(target), function, temporary])
-    assert run.returncode == -signal.SIGKILL
+    assert at_once(write, 1) == [-signal.SIGKILL]
     return [path for path in target.parent.iterdir() if path != target]
 
 
-def at_once(code, target, number):
-    """Processes that begin to write one target as nearly at once as may be; their exit codes."""
-    begin = f"import sys, time\nfrom pathlib import Path\nfrom foreroute.files.writing import write_atomically\n{code}"
-    moment = str(time.time() + 1.5)
-    runs = [
-        subprocess.Popen([sys.executable, "-c", begin, str(target), str(n), moment], stderr=subprocess.DEVNULL)
-        for n in range(number)
-    ]
-    return [run.wait() for run in runs]
+def at_once(write, number):
+    """Processes that begin `write(n)` as nearly at once as may be; their exit codes."""
+    forked = multiprocessing.get_context("fork")
+    barrier = forked.Barrier(number)
+
+    def begin(n):
+        barrier.wait(60)
+        write(n)
+
+    runs = [forked.Process(target=begin, args=(n,)) for n in range(number)]
+    for run in runs:
+        run.start()
+    for run in runs:
+        run.join()
+    return [run.exitcode for run in runs]
 
 
 @pytest.mark.parametrize("content", [b"new", "new", lambda file: file.write(b"new")])
@@ -105,7 +102,7 @@ def test_a_writer_that_is_killed_before_it_renames_leaves_one_whole_file_that_th
 
 
 def test_the_control_a_killed_writer_leaves_a_file_where_each_has_a_name(tmp_path):
-    assert len(killed_in("fsync", tmp_path / "t", "named")) == 1
+    assert len(killed_in("fsync", tmp_path / "t", "/nowhere")) == 1
 
 
 def test_no_write_lists_the_folder_that_it_writes_to(tmp_path, monkeypatch):
@@ -120,16 +117,13 @@ def test_no_write_lists_the_folder_that_it_writes_to(tmp_path, monkeypatch):
 
 @pytest.mark.slow
 def test_of_several_writers_of_a_new_file_one_wins(tmp_path):
-    code = """
-time.sleep(max(0, float(sys.argv[3]) - time.time()))
-for number in range(20):
-    try:
-        write_atomically(Path(f"{sys.argv[1]}-{number}"), sys.argv[2] * 1000, overwrite=False)
-        write_atomically(Path(f"{sys.argv[1]}-{number}.{sys.argv[2]}"), "won")
-    except FileExistsError:
-        pass
-"""
-    assert at_once(code, tmp_path / "t", 6) == [0] * 6
+    def write(n):
+        for number in range(20):
+            with suppress(FileExistsError):
+                write_atomically(tmp_path / f"t-{number}", f"{n}" * 1000, overwrite=False)
+                write_atomically(tmp_path / f"t-{number}.{n}", "won")
+
+    assert at_once(write, 6) == [0] * 6
     for number in range(20):
         (won,) = tmp_path.glob(f"t-{number}.*")
         assert (tmp_path / f"t-{number}").read_text() == won.suffix[1:] * 1000
@@ -138,14 +132,14 @@ for number in range(20):
 
 @pytest.mark.slow
 def test_several_writers_that_replace_one_file_leave_a_whole_one_and_nothing_else(tmp_path):
-    code = """
-time.sleep(max(0, float(sys.argv[3]) - time.time()))
-for _ in range(200):
-    write_atomically(Path(sys.argv[1]), sys.argv[2] * 100_000)
-    content = Path(sys.argv[1]).read_text()
-    assert len(content) == 100_000 and len(set(content)) == 1
-"""
-    assert at_once(code, tmp_path / "t", 4) == [0] * 4
+    def write(n):
+        for _ in range(60):
+            write_atomically(tmp_path / "t", f"{n}" * 100_000)
+            content = (tmp_path / "t").read_text()
+            assert len(content) == 100_000
+            assert len(set(content)) == 1
+
+    assert at_once(write, 4) == [0] * 4
     assert [path.name for path in tmp_path.iterdir()] == ["t"]
 
 

@@ -199,6 +199,7 @@ def test_what_is_not_compiled_is_one_error_and_leaves_what_was_there(tmp_path, m
     assert sorted(path.name for path in tmp_path.iterdir()) == ["a.cpp", "it.so"]
 
 
+@pytest.mark.slow
 def test_make_compiles_again_when_a_source_of_the_library_changes_and_only_then():
     """It is asked what it would do, were all sources old but one."""
     sources = ["hatch_build.py", *(str(path.relative_to(ROOT)) for path in ROOT.glob("src/foreroute/**/*.[ch]pp"))]

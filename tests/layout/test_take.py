@@ -20,20 +20,12 @@ def test_missing_routes_are_one_past_the_last_expert(num_experts, dtype):
     assert np.array_equal(routes.ids_RLK[routes.routed_R], trace.expert_ids_NLK[[0, 2]])
 
 
-def test_layers_are_taken_by_name():
+def test_a_layout_of_other_rows_or_layers_is_refused():
     trace = canary_trace([3], spec_of(num_experts=32))
     rows = layout.pack(trace.lengths).rows()
-    ids, _ = layout.take_routes(trace, rows, [RoutedLayer(2), RoutedLayer(0)])
-    assert np.array_equal(ids[:2], trace.expert_ids_NLK[:2, [2, 0]])
-    ids, _ = layout.take_routes(trace, rows, [RoutedLayer(0), RoutedLayer(2)])
-    assert np.array_equal(ids[:2], trace.expert_ids_NLK[:2, [0, 2]])
     assert layout.take_routes(trace, rows, []).ids_RLK.shape == (3, 0, 2)
     with pytest.raises(SpecMismatchError, match=r"routes.*decoder 9"):
         layout.take_routes(trace, rows, [RoutedLayer(9)])
-
-
-def test_a_layout_of_other_rows_is_refused():
-    trace = canary_trace([3], spec_of(num_experts=32))
     with pytest.raises(BatchMismatchError, match=r"4 packed.*trace.*3"):
         layout.take_routes(trace, layout.pack([4]).rows())
 

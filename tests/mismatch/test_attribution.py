@@ -69,6 +69,8 @@ def test_roots_and_consequences_are_those_of_a_loop():
     worst = found.worst[0]
     assert (worst.deficit, worst[:3], worst.engine, worst.trainer) == (deficit, place, of_engine, of_trainer)
     assert found.median == np.median([each[0] for each in listed])
+    for roots_L, steep in (([4, 20, 4], [(1, 5.0)]), ([4, 19, 4], []), ([0, 16, 0], [(1, 16.0)]), ([1, 15, 1], [])):
+        assert replace(found, roots_L=np.array(roots_L)).steep == steep
 
 
 def test_what_stands_far_out_is_told_by_the_batch_alone():

@@ -16,7 +16,11 @@ from tests.mismatch import planted_defects as planted
 from tests.tiers import grid
 from tests.traces import picks_of
 
-SEEDS = [range(40), pytest.param(range(40, 200), marks=pytest.mark.exhaustive)]
+SEEDS = [
+    range(12),
+    pytest.param(range(12, 40), marks=pytest.mark.slow),
+    pytest.param(range(40, 200), marks=pytest.mark.exhaustive),
+]
 PLANTED = {
     Defect.SHIFT: planted.shift,
     Defect.PERMUTATION: planted.permutation,
@@ -155,6 +159,13 @@ def test_edges():
     assert explain(reference.truncated([1] * len(reference)), other.truncated([1] * len(other))).kind is Defect.NONE
     full = fr.RoutingTrace.from_sequences(fr.RoutingSpec(2, 2, (fr.RoutedLayer(0),)), [[1, 2]], [[[[0, 1]]]])
     assert explain(full, full).sentence == "Nothing to compare: every row holds all experts."
+    # first rows that differ are a prefix from fifteen routers on
+    for sequences, layers, kind in ((5, 3, Defect.PREFIX_MISSING), (7, 2, Defect.NONE)):
+        spec = fr.RoutingSpec(8, 2, tuple(map(fr.RoutedLayer, range(layers))))
+        trace = synthetic_trace(spec, [20] * sequences, seed=0)
+        ids = trace.expert_ids_NLK.copy()
+        ids[trace.offsets[:-1]] = (ids[trace.offsets[:-1]] + 1) % 8
+        assert explain(trace, planted.with_ids(trace, ids)).kind is kind
 
 
 REFUSED = [
@@ -181,7 +192,7 @@ def with_fewer_picks(trace):
     return replace(trace, spec=uneven, expert_ids_NLK=ids)
 
 
-@grid("kind", [Defect.SHIFT, Defect.LAYER_OFFSET, Defect.PHYSICAL_IDS, Defect.NONE], quick=2)
+@grid("kind", [Defect.SHIFT, Defect.LAYER_OFFSET, Defect.PHYSICAL_IDS, Defect.NONE], quick=1)
 def test_defects_are_named_where_layers_differ_in_their_picks(kind):
     seen = 0
     for seed in range(20):

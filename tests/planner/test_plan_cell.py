@@ -7,6 +7,7 @@ from foreroute.errors import CountsError, TopologyError
 from foreroute.plan import PlanOptions, Topology
 from foreroute.planner import plan, plan_cell
 from tests.plan.random_plans import LINKS
+from tests.tiers import grid
 
 LEVEL = PlanOptions(tolerance=0.0, slots="shared")
 
@@ -60,13 +61,14 @@ def compare(rng, draw, options):
     return np.array([len(loads_ME), differing, (found.max_load_ML > found.bound_ML).sum()])
 
 
-def test_the_compiled_planner_gives_the_same():
-    steps = [(heavy_tails, 120), (few_tokens, 80), (short_of_slots, 24)]
-    every = [compare(np.random.default_rng(seed), draw, LEVEL) for draw, many in steps for seed in range(many)]
+@grid(("part", "fewest"), [(0, 2), (1, 4), (2, 4)], quick=1)
+def test_the_compiled_planner_gives_the_same(part, fewest):
+    steps = [(heavy_tails, 120), (few_tokens, 81), (short_of_slots, 24)]
+    every = [compare(np.random.default_rng(n), draw, LEVEL) for draw, many in steps for n in range(part, many, 3)]
     cells, differing, missed = sum(every)
-    assert cells == 2048
+    assert cells == 686
     assert differing == 0
-    assert missed > 7  # so that searches beyond the first were compared too
+    assert missed >= fewest  # so that searches beyond the first were compared too
 
 
 def test_another_setting_is_told_apart():

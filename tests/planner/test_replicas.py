@@ -1,7 +1,7 @@
 """Cells, their bounds and splits against every choice there is, flows and linear programs; and corners."""
 
 from dataclasses import replace
-from itertools import combinations, product
+from itertools import combinations
 
 import numpy as np
 import pytest
@@ -17,28 +17,28 @@ from tests.plan.random_plans import LINKS, skewed_counts
 EXACT = PlanOptions(tolerance=0.0, slots="shared")
 
 
-def least_load(demand_E, hosts_E, num_ranks):
-    """The least largest load of any split over hosts, sets of ranks as bits.
+def least_loads(demand_E, hosts_CE, num_ranks):
+    """The least largest load of any split over hosts, sets of ranks as bits, in each of C cases.
 
     By minimum cuts: for some set of ranks, what only they host, per rank.
     """
-    least = 0
+    least_C = np.zeros(len(hosts_CE), np.int64)
     for ranks in range(1, 1 << num_ranks):
-        inside = sum(int(d) for d, hosts in zip(demand_E, hosts_E, strict=True) if hosts & ~ranks == 0)
-        least = max(least, -(-inside // ranks.bit_count()))
-    return least
+        inside_C = (hosts_CE & ~ranks == 0) @ demand_E.astype(np.int64)
+        least_C = np.maximum(least_C, -(-inside_C // ranks.bit_count()))
+    return least_C
 
 
 def _all_choices(demand_E, home_E, num_ranks, slots=1):
-    """(replicas, least load) of every way to fill the slots of all ranks."""
+    """Replicas and least load [C] of every way to fill the slots of all ranks."""
     foreign = [[e for e in range(len(demand_E)) if home_E[e] != g] for g in range(num_ranks)]
     guests = [[few for n in range(slots + 1) for few in combinations(experts, n)] for experts in foreign]
-    for choice in product(*guests):
-        hosts_E = [1 << int(g) for g in home_E]
-        for g, few in enumerate(choice):
-            for e in few:
-                hosts_E[e] |= 1 << g
-        yield sum(map(len, choice)), least_load(demand_E, hosts_E, num_ranks)
+    picked_GC = np.indices([len(own) for own in guests]).reshape(num_ranks, -1)
+    replicas_C, hosts_CE = 0, 1 << home_E.astype(np.int64)
+    for g, (own, picked_C) in enumerate(zip(guests, picked_GC, strict=True)):
+        is_guest_CE = np.array([np.isin(np.arange(len(demand_E)), few) for few in own])[picked_C]
+        replicas_C, hosts_CE = replicas_C + is_guest_CE.sum(axis=1), hosts_CE | is_guest_CE << g
+    return replicas_C, least_loads(demand_E, hosts_CE, num_ranks)
 
 
 @pytest.fixture(scope="module")
@@ -46,13 +46,13 @@ def small_cells():
     """Counts of 20 cells of 4 ranks, and what every choice of replicas can reach in each."""
     counts = skewed_counts(1, (20, 1, 4, 8))
     home_E = np.repeat(np.arange(4), 2)
-    return counts, [list(_all_choices(cell.sum(axis=0), home_E, 4)) for cell in counts[:, 0]]
+    return counts, [_all_choices(cell.sum(axis=0), home_E, 4) for cell in counts[:, 0]]
 
 
 def test_balance_is_the_best_of_all_choices(small_cells):
     counts, choices = small_cells
     found = plan(counts, Topology(4, 4, 1, LINKS), EXACT).max_load_ML[:, 0]
-    best = np.array([min(load for _, load in cell) for cell in choices])
+    best = np.array([load_C.min() for _, load_C in choices])
     assert (found >= best).all()
     assert (found == best).mean() >= 0.9
     assert found.sum() <= best.sum() * 1.002
@@ -64,9 +64,10 @@ def test_replicas_are_the_fewest_of_all_choices(small_cells):
     found = plan(counts, Topology(4, 4, 1, LINKS), options)
     targets = np.ceil(counts.sum(axis=(1, 2, 3)) * 1.1 / 4)
     reached, fewest = 0, 0
-    for m, cell in enumerate(choices):
-        least = min((n for n, load in cell if load <= targets[m]), default=None)
-        if least is not None and found.max_load_ML[m, 0] <= targets[m]:
+    for m, (replicas_C, load_C) in enumerate(choices):
+        enough = replicas_C[load_C <= targets[m]]
+        if len(enough) and found.max_load_ML[m, 0] <= targets[m]:
+            least = enough.min()
             assert found.num_replicas_ML[m, 0] >= least
             reached += found.num_replicas_ML[m, 0]
             fewest += least
@@ -83,7 +84,7 @@ def test_no_plan_beats_the_bound_and_it_is_mostly_reached(num_ranks, num_experts
         counts = np.zeros((1, 1, num_ranks, num_experts), np.int32)
         counts[0, 0, 0] = load_E
         stated = plan(counts, Topology(num_ranks, num_ranks, slots, LINKS), home_LE=home_E[None]).bound_ML
-        bound, best = int(stated[0, 0]), min(load for _, load in _all_choices(load_E, home_E, num_ranks, slots))
+        bound, best = int(stated[0, 0]), _all_choices(load_E, home_E, num_ranks, slots)[1].min()
         assert bound <= best
         assert bound >= -(-load_E.sum() // num_ranks)
         reached += bound == best

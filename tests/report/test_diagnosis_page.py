@@ -60,6 +60,7 @@ def test_the_table_has_what_was_measured_and_nothing_else(tmp_path):
         )
 
 
+@pytest.mark.usefixtures("unpainted")
 def test_layers_have_the_numbers_that_the_model_gives_them(tmp_path):
     spec = RoutingSpec(8, 2, (RoutedLayer(1), RoutedLayer(2), RoutedLayer(4)))
     engine, own = (replace(random_trace(3, route_seed=seed), spec=spec) for seed in (9, 10))
@@ -86,6 +87,7 @@ def test_a_diagnosis_without_evidence_says_what_is_missing(tmp_path):
     assert "<table" not in html
 
 
+@pytest.mark.usefixtures("unpainted")
 def test_roots_that_are_no_near_ties_are_in_a_table_and_the_parts_of_k3_in_tiles(tmp_path):
     engine, own = (random_trace(3, num_layers=12, route_seed=seed) for seed in (3, 9))
     deficits = np.random.default_rng(0).exponential(1, engine.expert_ids_NLK.shape[:2])

@@ -3,6 +3,7 @@
 import re
 import tomllib
 from dataclasses import replace
+from functools import cache
 
 import numpy as np
 import pytest
@@ -41,6 +42,7 @@ COSTS = CostModel(
 ONE_NODE = Topology(4, 4, 2, LINKS)
 
 
+@cache
 def case(topology=None, shape=(3, 2, 4, 8), *, empty=False, at_home=()):
     topology = topology or ONE_NODE
     counts = random_counts(0, shape, most=1 if empty else 900)
@@ -310,6 +312,7 @@ def test_a_verdict_on_several_nodes_begins_with_what_is_known_of_them():
     assert "several nodes" not in plan_finding(case())
 
 
+@pytest.mark.usefixtures("unpainted")
 def test_rows_are_on_the_page(tmp_path):
     table = Table(title="Rows here", columns=(Column("Reserved"),), rows=(TableRow(cells=("known",)),))
     html = write_plan_page(case(), {}, tmp_path / "page.html", rows=(table,)).read_text()
@@ -346,6 +349,7 @@ def ways_of(**step_s):
         ),
     ],
 )
+@pytest.mark.usefixtures("unpainted")
 def test_what_is_enough_comes_before_what_each_way_reaches(tmp_path, seconds, verdict):
     ways = ways_of(**seconds)
     finding, table = ways_finding(ways), ways_table(ways)

@@ -5,11 +5,9 @@ or 2, without a traceback, with a message where the code is not 0, and print not
 there before must be there afterwards. What cannot work must be refused (2). Kernels run as plain Python.
 """
 
-import copy
 import gc
 import hashlib
 import importlib
-import json
 import os
 import re
 import resource
@@ -53,12 +51,9 @@ class Result:
     destroyed: list
 
 
-def main():
-    """`python -m tests.robustness.doors MOST`: a sample of about so many cases, 0 for all.
-
-    Prints, as its last line, their number and the names of those that failed, by kind.
-    """
-    most, cases = int(sys.argv[1]), list(matrix())
+def try_cases(most):
+    """A sample of about so many cases, 0 for all: their number, and the names of those that failed, by kind."""
+    cases = list(matrix())
     cases = cases[:: max(1, len(cases) // most)] if most else cases
     with tempfile.TemporaryDirectory(prefix="doors-") as name:
         base, good = Path(name), Path(name) / "good"
@@ -69,7 +64,7 @@ def main():
         before = _contents(good)
         results = [run(case, base / f"case{number}", good) for number, case in enumerate(cases)]
         changed = _differences(before, _contents(good))
-    print(json.dumps({"cases": len(results), "failures": {**judged(results), "files of all changed": changed}}))
+    return len(results), {**judged(results), "files of all changed": changed}
 
 
 def judged(results):
@@ -276,18 +271,7 @@ def _load_everything():
         importlib.import_module(f"foreroute.report.{name}")
     for name in ("jinja2", "matplotlib.backends.backend_svg", "matplotlib.colors", "matplotlib.ticker"):
         importlib.import_module(name)
-    _shorten_the_demo()
     gc.freeze()
-
-
-def _shorten_the_demo():
-    """Its warm start takes minutes."""
-    from foreroute.cli import demo
-
-    values = demo.demo_values()
-    values["warm_start"]["max_steps"] = 1
-    values["rollout"] |= {"prompts": 2, "group_size": 2}
-    demo.demo_values = lambda: copy.deepcopy(values)
 
 
 def _contents(folder):
@@ -322,7 +306,3 @@ def _is_silent(result):
     """Whether it failed without a word, although somebody listens."""
     heard = result.stderr + (result.stdout if result.case.verb in ("validate", "doctor", "diff") else b"")
     return not heard.strip() and not any(result.case.streams)
-
-
-if __name__ == "__main__":
-    main()

@@ -20,7 +20,6 @@ from foreroute.planner import plan
 from foreroute.simulate import parse_config, simulate
 from foreroute.simulate.balancers import BalancerInput
 from foreroute.simulate.methods import METHODS, PRESETS, HomesAlone, Planner, serve
-from foreroute.testing.ranks import Workers
 from foreroute.trace import RoutingTrace
 from tests.adapters.hf.families import skip_where_nothing_is_spread
 from tests.simulate.simulate_cases import small_config
@@ -68,12 +67,10 @@ def test_every_ability_of_the_table_has_a_test():
 
 
 @pytest.fixture(scope="module")
-def executed():
+def executed(workers):
     """Counts of a step, and of every row the plan, the loads and the loss that four processes found."""
     skip_where_nothing_is_spread()
-    workers = Workers(RANKS, timeout_s=120)
-    yield workers.run(execute)
-    workers.close()
+    return workers(RANKS).run(execute)
 
 
 def planned(counts_MLGE, name, home_LE):

@@ -44,7 +44,7 @@ def correlation(a, b):
     return np.mean([np.corrcoef(x, y)[0, 1] for x, y in zip(a, b, strict=True)])
 
 
-@grid("name", WORKLOADS, quick=2)
+@grid("name", WORKLOADS, quick=1)
 def test_the_presets_have_the_statistics_that_they_are_calibrated_to(name):
     workload = replace(WORKLOADS[name], num_layers=24)
     counts_MLE = workload.draw(seed=3).counts().sum(axis=2).astype(float)

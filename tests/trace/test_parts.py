@@ -152,7 +152,8 @@ def test_parts_at_a_url_are_asked_for_at_a_time(monkeypatch):
     assert load_parts("memory://slow").equals(fr.concatenate(traces).without_pick_order())
 
 
-def test_a_reader_waits_for_writers_who_share_nothing(step):
+def test_a_reader_waits_for_writers_who_share_nothing(step, monkeypatch):
+    monkeypatch.setattr("foreroute.trace.parts.POLL_S", 0.02)
     traces, read = part_traces(), []
     reader = threading.Thread(target=lambda: read.append(load_parts(step, sequences=[10, 0], wait_s=60)))
     reader.start()

@@ -5,9 +5,10 @@ import pytest
 import foreroute as fr
 from foreroute.costs.presets import model_preset
 from foreroute.testing.routes import synthetic_trace
+from tests.tiers import grid
 
 
-@pytest.mark.parametrize("name", ["qwen3-30b-a3b", "qwen3-235b-a22b"])
+@grid("name", ["qwen3-30b-a3b", "qwen3-235b-a22b"], quick=1)
 def test_a_token_takes_the_bytes_that_the_page_says(name, tmp_path):
     model = model_preset(name)
     spec = fr.RoutingSpec(model.num_experts, model.top_k, tuple(fr.RoutedLayer(i) for i in range(model.num_layers)))

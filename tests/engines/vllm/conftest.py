@@ -1,6 +1,7 @@
 """The environment with vLLM, and small fakes where there is none."""
 
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -28,6 +29,13 @@ def fake_settings(tmp_path):
         return vllm.ServerSettings(python=python, **{"options": {"behaviour": behaviour}, **changes})
 
     return settings
+
+
+def assert_ends(pid, within_s=20):
+    deadline = time.monotonic() + within_s
+    while Path(f"/proc/{pid}/exe").exists() and time.monotonic() < deadline:
+        time.sleep(0.05)
+    assert not Path(f"/proc/{pid}/exe").exists()
 
 
 def with_stand_ins(python, folder):

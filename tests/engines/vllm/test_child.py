@@ -21,6 +21,7 @@ from foreroute.engines.vllm_server import ServerProcess
 from foreroute.errors import CaptureError, ConfigError, EngineError
 from foreroute.testing.ranks import environment
 from tests.engines.small_policy import SAMPLING, prompts, seeded
+from tests.engines.vllm.conftest import assert_ends
 from tests.tiers import grid
 
 PAIRS = replace(SAMPLING, group_size=2)
@@ -113,7 +114,7 @@ def test_a_request_that_is_interrupted_leaves_the_engine_usable(routed, started)
     assert len(engine.generate(prompts(4, 7), SAMPLING, seeded())) == 2
 
 
-@pytest.mark.parametrize("version", ["0.27.1", "0.27.9rc1"])
+@grid("version", ["0.27.9rc1", "0.27.1"], quick=1)
 def test_a_vllm_of_a_version_that_does_not_work_is_refused_before_it_starts(routed, started, monkeypatch, version):
     monkeypatch.setenv("FAKE_VLLM_VERSION", version)
     with pytest.raises(EngineError, match=re.escape(f"vLLM {version} does not work")) as refused:
@@ -208,31 +209,6 @@ def test_a_server_that_does_not_end_is_killed(started, monkeypatch):
     finally:
         with suppress(ProcessLookupError):
             os.killpg(engine._process._process.pid, signal.SIGKILL)
-
-
-def assert_ends(pid, within_s=20):
-    deadline = time.monotonic() + within_s
-    while Path(f"/proc/{pid}/exe").exists() and time.monotonic() < deadline:
-        time.sleep(0.05)
-    assert not Path(f"/proc/{pid}/exe").exists()
-
-
-@pytest.mark.slow
-def test_a_killed_trainer_takes_its_server_with_it(fake_settings):
-    """The server sees its standard input close."""
-    script = (
-        "import os, sys; from foreroute.engines import vllm; from pathlib import Path\n"
-        "from foreroute.adapters.checkpoint import ServedModel; from tests.engines.small_policy import policy\n"
-        "settings = vllm.ServerSettings(python=Path(sys.argv[1]), options={'behaviour': 'good'})\n"
-        "routed = policy(); engine = vllm.VLLMEngine(ServedModel.of(routed), settings)\n"
-        "engine.load_weights(routed.model.state_dict(), version=1)\n"
-        "print(engine._process._process.pid, engine._process.folder, flush=True); os.kill(os.getpid(), 9)"
-    )
-    command = [sys.executable, "-c", script, fake_settings().python]
-    trainer = subprocess.run(command, env=environment(), capture_output=True, timeout=120)
-    server, folder = trainer.stdout.decode().split()
-    assert_ends(int(server))
-    assert not Path(folder).exists()
 
 
 def test_a_server_removes_no_folder_that_was_not_made_for_it(tmp_path):

@@ -195,7 +195,7 @@ OTHER = [
 ]
 
 
-@grid("path", ["/pause?mode=wait", "/collective_rpc", "/reset_prefix_cache", "/update_weight_version"], quick=2)
+@grid("path", ["/pause?mode=wait", "/collective_rpc", "/reset_prefix_cache", "/update_weight_version"], quick=1)
 def test_a_server_is_never_left_paused_and_samples_nothing_with_weights_half_loaded(routed, tmp_path, path):
     only_status = path in ("/pause?mode=wait", "/update_weight_version")
     answer = Server()
@@ -204,8 +204,9 @@ def test_a_server_is_never_left_paused_and_samples_nothing_with_weights_half_loa
         for value in OTHER[1:2] if only_status else OTHER:
             answer.answers[path] = value
             server.asked.clear()
-            with pytest.raises(EngineError):
+            with pytest.raises(EngineError) as caught:
                 engine.load_weights(routed.model.state_dict(), version=1)
+            assert len(str(caught.value)) < 1000
             assert [path for path, _ in server.asked].count("/resume") == 1
             assert server.asked[-1][0] == "/resume"
             with pytest.raises(EngineError, match=r"weights.*unknown"):
@@ -224,10 +225,10 @@ def test_a_server_that_cannot_be_resumed_is_said_to_be_paused(routed, tmp_path):
 
 @pytest.mark.parametrize(
     "path",
-    ["/version", *(pytest.param(each, marks=pytest.mark.slow) for each in (INFO, "/weight_info", "/collective_rpc"))],
+    ["/version", *(pytest.param(each, marks=pytest.mark.slow) for each in (INFO, "/weight_info"))],
 )
 def test_any_other_answer_of_a_server_is_one_error(routed, tmp_path, path):
-    """Those of a rollout are in test_garbled_answers.py."""
+    """Those of a rollout are in test_garbled_answers.py, those to new weights above."""
     with serving(answer := Server()) as server:
         for number, value in enumerate(OTHER):
             answer.answers[path] = value

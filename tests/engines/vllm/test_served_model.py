@@ -4,6 +4,7 @@ import json
 import subprocess
 import sys
 from dataclasses import replace
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -17,9 +18,10 @@ from foreroute.engines import vllm
 from foreroute.errors import ConfigError
 from foreroute.testing.ranks import environment
 from tests.engines.small_policy import SAMPLING, SIZES, seeded
+from tests.engines.vllm.conftest import assert_ends
 
 WITHOUT_TRANSFORMERS = """
-import sys
+import os, sys
 from pathlib import Path
 sys.modules["transformers"] = None  # importing it fails
 
@@ -33,13 +35,15 @@ from foreroute.engines import sglang, vllm
 python, checkpoint, out = map(Path, sys.argv[1:])
 settings = vllm.ServerSettings(python=python, options={"behaviour": "good"})
 spec = fr.RoutingSpec(16, 4, tuple(fr.RoutedLayer(layer) for layer in range(3)))
-with vllm.VLLMEngine(ServedModel.at(checkpoint, spec=spec), settings) as engine:
-    engine.load_weights(iter(load_file(checkpoint / "model.safetensors").items()), version=4)
-    sampling = Sampling(max_new_tokens=30, end_token=3, temperature=0.8, group_size=2)
-    prompts = [np.arange(5, dtype=np.int32), np.arange(9, dtype=np.int32)]
-    generation = engine.generate(prompts, sampling, torch.Generator().manual_seed(1))
+engine = vllm.VLLMEngine(ServedModel.at(checkpoint, spec=spec), settings)
+engine.load_weights(iter(load_file(checkpoint / "model.safetensors").items()), version=4)
+sampling = Sampling(max_new_tokens=30, end_token=3, temperature=0.8, group_size=2)
+prompts = [np.arange(5, dtype=np.int32), np.arange(9, dtype=np.int32)]
+generation = engine.generate(prompts, sampling, torch.Generator().manual_seed(1))
 fr.save(generation.trace, out)
 assert not any(name.startswith("foreroute.adapters.hf") for name in sys.modules)
+print(engine._process._process.pid, engine._process.folder, flush=True)
+os.kill(os.getpid(), 9)
 """
 
 
@@ -56,11 +60,17 @@ def tensors(folder):
 
 
 @pytest.mark.slow
-def test_an_engine_samples_and_decodes_without_a_model_of_transformers(routed, folder, fake_settings, tmp_path):
+def test_an_engine_samples_without_a_model_of_transformers_and_its_server_ends_with_a_killed_trainer(
+    routed, folder, fake_settings, tmp_path
+):
+    """The server sees its standard input close."""
     arguments = [fake_settings().python, folder, tmp_path / "trace.safetensors"]
     command = [sys.executable, "-c", WITHOUT_TRANSFORMERS, *map(str, arguments)]
     child = subprocess.run(command, env=environment(), capture_output=True, text=True, timeout=120)
-    assert child.returncode == 0, child.stderr
+    assert child.returncode == -9, child.stderr
+    server, made = child.stdout.split()
+    assert_ends(int(server))
+    assert not Path(made).exists()
     with vllm.VLLMEngine(ServedModel.of(routed), fake_settings()) as engine:
         engine.load_weights(routed.model.state_dict(), version=4)
         asked = [np.arange(5, dtype=np.int32), np.arange(9, dtype=np.int32)]

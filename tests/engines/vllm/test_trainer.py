@@ -26,6 +26,7 @@ def test_a_run_steps_with_the_weights_of_each_step(fake_settings, tmp_path):
     assert all(record["mismatch"]["native"]["differing_share"] > 0 for record in records(run.path))
 
 
+@pytest.mark.slow
 def test_a_run_with_top_k_scores_on_the_sets_that_vllm_returned(fake_settings, tmp_path):
     """The fake's log-probs are made up: what is seen is that masks were asked for, replayed and recorded."""
     run = train(config(fake_settings(), top_k=3), tmp_path / "run")
@@ -33,6 +34,7 @@ def test_a_run_with_top_k_scores_on_the_sets_that_vllm_returned(fake_settings, t
     assert all(0 < record["entropy"] <= np.log(3) for record in records(run.path))
 
 
+@pytest.mark.slow
 def test_a_failing_engine_ends_the_run_with_its_reason(fake_settings, tmp_path):
     told = []
     with pytest.raises(EngineError, match="died"):
