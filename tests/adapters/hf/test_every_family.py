@@ -12,7 +12,7 @@ from transformers.models.auto.modeling_auto import MODEL_MAPPING_NAMES
 from foreroute.adapters import hf
 from foreroute.adapters.versions import PEERS
 from tests.adapters.hf import support_table
-from tests.adapters.hf.families import FAMILIES, MODELLING, lacks, skip_in_older
+from tests.adapters.hf.families import FAMILIES, MODELLING, SPARSE, lacks, skip_in_older
 from tests.adapters.hf.family_checks import (
     CHECKS,
     backends,
@@ -32,8 +32,9 @@ AT_ONCE = [
     *("mixtral", "olmoe", "phimoe", "qwen3_moe", "qwen3_vl_moe", "step3p7", "zaya"),
 ]
 """Without the mark `slow`: one of each kind of gate, selection and attention. The others are like one of them."""
-LONG = [checkpointing, backends, configuration]
-"""These take most of the time, and find what families alike have alike."""
+BY_TURNS = [checkpointing, backends]
+LONG = [*BY_TURNS, configuration]
+"""These take most of the time, and find what families alike have alike: a family has one of the first two by day."""
 OF_EACH = [foreign, weights]
 """What is shown by day of families that are like one of `AT_ONCE` too."""
 LONG_AT_ONCE = ["deepseek_v3", "gpt_oss", "qwen3_moe"]
@@ -63,7 +64,11 @@ def test_every_family_of_transformers_is_here():
 def marks_of(name, check):
     if name not in AT_ONCE:
         return pytest.mark.slow if check in OF_EACH else pytest.mark.exhaustive
-    return pytest.mark.slow if check in LONG and name not in LONG_AT_ONCE else ()
+    if check not in LONG or name in LONG_AT_ONCE:
+        return ()
+    # of those with indexers, test_without_weights.py has the configuration by day
+    is_by_night = name in SPARSE if check is configuration else check is BY_TURNS[AT_ONCE.index(name) % 2]
+    return pytest.mark.exhaustive if is_by_night else pytest.mark.slow
 
 
 @pytest.mark.shows("Hugging Face", "73 families, left and right padding, checkpointing of both kinds")
