@@ -22,7 +22,9 @@ test_conformance_with_groups = pytest.mark.exhaustive(conformance_tests(UNDER_TE
 OTHERS = [UNDER_TEST[family] for family in UNDER_TEST if family not in WHOLE]
 test_other_gates = pytest.mark.slow(conformance_tests(*OTHERS, only=BY_GATE))
 test_conformance_of_other_gates = pytest.mark.exhaustive(conformance_tests(*OTHERS))
-test_conformance_with_indexers = conformance_tests(
-    HuggingFaceUnderTest("deepseek_v32", SIZES),
-    only=["routes-followed", "indexers-followed", "indexers-recorded", "indexers-refused"],
+test_conformance_with_indexers = pytest.mark.slow(
+    conformance_tests(
+        HuggingFaceUnderTest("deepseek_v32", SIZES),
+        only=["routes-followed", "indexers-followed", "indexers-recorded", "indexers-refused"],
+    )
 )

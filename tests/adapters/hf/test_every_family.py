@@ -19,6 +19,8 @@ from tests.adapters.hf.family_checks import (
     checkpointing,
     configuration,
     foreign,
+    gradient,
+    native,
     require_bit_equal,
     weights,
 )
@@ -32,6 +34,8 @@ AT_ONCE = [
     *("mixtral", "olmoe", "phimoe", "qwen3_moe", "qwen3_vl_moe", "step3p7", "zaya"),
 ]
 """Without the mark `slow`: one of each kind of gate, selection and attention. The others are like one of them."""
+AT_ONCE_BY_TURNS = [native, gradient]
+"""Each runs the model forward and backward; `make test` has one of them of a family."""
 BY_TURNS = [checkpointing, backends]
 LONG = [*BY_TURNS, configuration]
 """These take most of the time, and find what families alike have alike: a family has one of the first two by day."""
@@ -64,10 +68,11 @@ def test_every_family_of_transformers_is_here():
 def marks_of(name, check):
     if name not in AT_ONCE:
         return pytest.mark.slow if check in OF_EACH else pytest.mark.exhaustive
-    if check not in LONG or name in LONG_AT_ONCE:
+    turn = AT_ONCE.index(name) % 2
+    if name in LONG_AT_ONCE or check not in [*LONG, AT_ONCE_BY_TURNS[turn]]:
         return ()
     # of those with indexers, test_without_weights.py has the configuration by day
-    is_by_night = name in SPARSE if check is configuration else check is BY_TURNS[AT_ONCE.index(name) % 2]
+    is_by_night = name in SPARSE if check is configuration else check is BY_TURNS[turn]
     return pytest.mark.exhaustive if is_by_night else pytest.mark.slow
 
 

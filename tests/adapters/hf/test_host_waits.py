@@ -146,9 +146,10 @@ def found_on_the_host(rows, batch, there, policy):
 
 
 def placed_batches():
-    """Give every batch under every policy: once each in all tests, with the next policy in slow ones, all by night."""
+    """Give every batch under every policy: every second with one in all tests, all with two in CI, and all by night."""
     for number, batch in enumerate(BATCHES):
-        for turn, marks in enumerate(((), pytest.mark.slow, pytest.mark.exhaustive, pytest.mark.exhaustive)):
+        for turn in range(len(POLICIES)):
+            marks = pytest.mark.exhaustive if turn > 1 else pytest.mark.slow if turn or number % 2 else ()
             policy = list(POLICIES)[(number + turn) % len(POLICIES)]
             yield pytest.param(BATCHES[batch], *POLICIES[policy], marks=marks, id=f"{policy}-{batch}")
 

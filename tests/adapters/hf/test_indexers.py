@@ -180,7 +180,11 @@ def keys_of(family, spec, units, position):
     return [token for token in tokens if token <= position]
 
 
-@grid("family", [name if name in AT_ONCE else pytest.param(name, marks=pytest.mark.slow) for name in SPARSE], quick=1)
+@grid(
+    "family",
+    [*AT_ONCE, *(pytest.param(each, marks=pytest.mark.exhaustive) for each in SPARSE if each not in AT_ONCE)],
+    quick=1,
+)
 def test_checkpointing_changes_no_gradient(family):
     """Both kinds of it, with `backward()` outside of the session, under choices of no relation."""
     batch = batch_of(19, 12)
