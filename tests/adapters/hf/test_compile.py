@@ -17,6 +17,7 @@ from foreroute.adapters import hf
 from foreroute.errors import BatchMismatchError, ReplayError
 from foreroute.testing.models import tiny
 from tests.adapters.hf.families import skip_in_older
+from tests.adapters.hf.family_checks import is_newest
 from tests.adapters.hf.model_runs import (
     CHECKPOINTING,
     batch_of,
@@ -178,12 +179,13 @@ NIGHTLY = [
 )
 def test_layers_compiled_one_by_one_share_a_graph(how, checkpointing, attach_first, count):
     untouched, model, eager = (tiny("qwen3_moe", experts="grouped_mm", num_hidden_layers=2) for _ in range(3))
-    how(untouched)
-    loss_of(untouched, BATCH)
-    if graphs() > 1:
-        skip_in_older("a layer of this transformers breaks into several graphs")
-    torch._dynamo.reset()
-    counters.clear()
+    if not is_newest():
+        how(untouched)
+        loss_of(untouched, BATCH)
+        if graphs() > 1:
+            skip_in_older("a layer of this transformers breaks into several graphs")
+        torch._dynamo.reset()
+        counters.clear()
     eager = hf.attach(eager.train())
     routed = hf.attach(model) if attach_first else None
     if count is None:  # around a layer that is compiled

@@ -117,7 +117,7 @@ SELECTIVE = {
 
 
 @pytest.mark.shows("Hugging Face", "selective activation checkpoints (`context_fn`)")
-@grid(("family", "kept"), itertools.product(["deepseek_v3", "qwen3_moe", "gpt_oss"], SELECTIVE), quick=3)
+@grid(("family", "kept"), itertools.product(["deepseek_v3", "qwen3_moe", "gpt_oss"], SELECTIVE), quick=4)
 def test_selective_checkpoints_repeat_what_the_forward_ran(family, kept):
     """Rows without a route among those with one. The oracle is the same without checkpoints."""
     seen = []
