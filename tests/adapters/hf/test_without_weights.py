@@ -57,8 +57,8 @@ def test_other_layers_than_those_of_the_default_are_seen(name, fields, tmp_path)
 @pytest.mark.parametrize(
     ("name", "layers", "experts", "picks"),
     [
-        ("qwen3_vl_moe", range(24), 60, 4),
-        pytest.param("ernie4_5_vl_moe", range(1, 28), 64, 6, marks=pytest.mark.exhaustive),
+        pytest.param("qwen3_vl_moe", range(24), 60, 4, marks=pytest.mark.exhaustive),
+        ("ernie4_5_vl_moe", range(1, 28), 64, 6),  # whose decoder transformers has in no table
         pytest.param("kimi_k25", range(3, 61), 256, 8, marks=pytest.mark.exhaustive),
     ],
 )
