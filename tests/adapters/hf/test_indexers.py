@@ -90,10 +90,10 @@ OWN = {
 
 
 def own_cases():
-    """A family has one of the rarer two by day."""
+    """Those of `AT_ONCE` have all by day, others one of the rarer two."""
     for number, family in enumerate(SPARSE):
         for case in OWN:
-            is_by_night = case == ("padding alone", "all seen")[number % 2]
+            is_by_night = family not in AT_ONCE and case == ("padding alone", "all seen")[number % 2]
             yield pytest.param(family, case, marks=pytest.mark.exhaustive if is_by_night else ())
 
 
