@@ -21,6 +21,7 @@ from foreroute.core.caches import FollowedCache
 from foreroute.testing.models import tiny
 from tests.adapters.hf.families import skip_in_older
 from tests.adapters.hf.model_runs import batch_of, rows_log
+from tests.tiers import grid
 
 PROMPTS = batch_of(4, 4)["input_ids"]
 REPEATED = torch.tensor([[3, 5, 7, 3, 5, 7, 3, 5]])
@@ -195,7 +196,7 @@ REFUSED = [
 """What may be done to it besides, which may be refused."""
 
 
-@pytest.mark.parametrize("seed", range(3))
+@grid("seed", range(3), quick=1)
 def test_a_cache_that_is_followed_holds_the_positions_that_it_held(seed):
     """By value, whatever is done to it; and one that only lost its end is followed."""
     rng, generator = np.random.default_rng(seed), torch.Generator().manual_seed(seed)

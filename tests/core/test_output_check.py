@@ -196,6 +196,7 @@ def test_a_device_is_asked_and_not_waited_for():
             optimizer.step()
 
 
+@pytest.mark.slow
 def test_places_exchanged_after_attach_are_named_in_a_compiled_graph():
     """Where no router looks around."""
     model, routed, trace = with_routes(BATCH, experts="grouped_mm")

@@ -285,6 +285,7 @@ class UnflatteningRouter(Qwen3MoeTopKRouter):
         return logits, scores.gather(-1, ids), ids
 
 
+@pytest.mark.slow
 def test_a_compiled_router_may_unflatten():
     model, plain = (tiny("qwen3_moe", num_hidden_layers=2, experts="grouped_mm") for _ in range(2))
     seen = []

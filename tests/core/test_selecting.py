@@ -6,6 +6,7 @@ import torch
 from foreroute.core import DeferredChecks, ReplayError, select_at
 from foreroute.testing.counting_device import DEVICE, other_device
 from foreroute.testing.models import same_bits
+from tests.tiers import grid
 
 RULES = {
     "Qwen3-MoE": {"normalize": True},
@@ -36,7 +37,7 @@ def test_gradients_are_those_of_the_formula(rule):
     assert torch.autograd.gradcheck(lambda logits: select_at(logits, ids, bias=BIAS, **RULES[rule])[0], given)
 
 
-@pytest.mark.parametrize("backend", ["aot_eager", pytest.param("inductor", marks=pytest.mark.exhaustive)])
+@grid("backend", ["aot_eager", "inductor"], quick=0, day=1)
 def test_one_graph_takes_it(backend):
     for rule in (RULES["gpt-oss"], RULES["DeepSeek-V3"]):
         call = torch.compile(

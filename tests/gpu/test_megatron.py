@@ -6,8 +6,9 @@ process of their own: Megatron keeps its groups for good, and its stand-ins for 
 
 import multiprocessing
 from concurrent.futures import ProcessPoolExecutor
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, closing, contextmanager
 from dataclasses import replace
+from functools import partial
 from unittest import mock
 
 import numpy as np
@@ -15,9 +16,11 @@ import pytest
 import torch
 
 from benchmarks.gpu.megatron import SMALL
-from benchmarks.harness.models import start_megatron
+from benchmarks.harness.models import start_megatron, start_megatron_ranks
 from benchmarks.megatron import MICRO_BATCHES, RECOMPUTE, SEQUENCES, Bench
+from foreroute.testing.ranks import Workers
 from foreroute.testing.routes import synthetic_trace
+from tests.adapters.megatron.forked_ranks import server
 from tests.gpu.bits import deterministic, differing
 from tests.replay.session_subject import router_paths
 
@@ -33,6 +36,9 @@ def megatron(device, tmp_path_factory):
     """`megatron(function, ...)` calls it with the device where Megatron was started."""
     # which takes seconds, and whoever collects tests has no need of it
     pytest.importorskip("megatron.core", exc_type=ImportError)
+    if device.type == "cpu":
+        yield partial(forked, device)
+        return
     folder = tmp_path_factory.mktemp("megatron")
     with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as pool:
         pool.submit(begin, str(folder), device).result()
@@ -40,10 +46,20 @@ def megatron(device, tmp_path_factory):
 
 
 def begin(folder, device):
-    if device.type == "cuda":
-        torch.cuda.set_device(device)
+    torch.cuda.set_device(device)
     torch.set_num_threads(1)
     start_megatron(folder, device)
+
+
+def forked(device, function, *args):
+    """In a process forked from one that has imported Megatron, which no process that used CUDA may be."""
+    with closing(Workers(1, timeout_s=300, forked_from=server)) as ranks:
+        return ranks.run(started, function, device, *args)[0]
+
+
+def started(rank, function, *args):
+    start_megatron_ranks(1)
+    return function(*args)
 
 
 @pytest.mark.parametrize("recompute", KINDS)

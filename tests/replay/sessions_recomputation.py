@@ -10,6 +10,8 @@ from foreroute.errors import ReplayError
 from tests.replay.session_subject import batch_of, foreign, prepared, refuses, replayed, require_followed, same, step
 
 BATCH = batch_of()
+SCHEDULES = ("ABba", True), ("ABab", False), ("AaBb", True)
+"""Forwards are capital and their backwards small; whether these run inside of another session."""
 WHOLE = {f"whole model by hand, {name}": kind for name, kind in {"reentrant": True, "non-reentrant": False}.items()}
 
 
@@ -24,26 +26,25 @@ def check_micro_batches_in_flight_keep_their_own_routes(framework):
     for recompute in (*framework.recomputations, *WHOLE):
         on = framework.built(recompute=recompute if recompute in framework.recomputations else "none")
         loss_of = loss_in_a_checkpoint(on, WHOLE[recompute]) if recompute in WHOLE else on.loss
-        for order in ("ABba", "ABab", "AaBb") if recompute in framework.recomputations[:4] else ("ABba",):
-            for is_inside in (False, True):
-                losses = {}
-                for letter in order:
-                    name = letter.upper()
-                    if letter == name:
-                        with on.routed.replay(traces[name]):
-                            losses[name] = loss_of(batches[name])
-                            with torch.no_grad():
-                                on.run(batches[name])
-                        continue
-                    on.model.zero_grad(set_to_none=True)
-                    if is_inside:
-                        with on.routed.replay(foreign(alone.routed.spec, other)):
-                            on.run(other)
-                            losses[name].backward()
-                    else:
+        for order, is_inside in SCHEDULES[: None if recompute in framework.recomputations[:4] else 2]:
+            losses = {}
+            for letter in order:
+                name = letter.upper()
+                if letter == name:
+                    with on.routed.replay(traces[name]):
+                        losses[name] = loss_of(batches[name])
+                        with torch.no_grad():
+                            on.run(batches[name])
+                    continue
+                on.model.zero_grad(set_to_none=True)
+                if is_inside:
+                    with on.routed.replay(foreign(alone.routed.spec, other)):
+                        on.run(other)
                         losses[name].backward()
-                    assert torch.equal(losses[name].detach(), expected[name][0])
-                    assert same(on.gradients(), expected[name][1]), (recompute, order, is_inside, name)
+                else:
+                    losses[name].backward()
+                assert torch.equal(losses[name].detach(), expected[name][0])
+                assert same(on.gradients(), expected[name][1]), (recompute, order, is_inside, name)
 
 
 def loss_in_a_checkpoint(on, use_reentrant):

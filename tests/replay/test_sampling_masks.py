@@ -6,7 +6,6 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from foreroute.errors import BatchMismatchError, ConfigError, TraceContentError
@@ -78,14 +77,13 @@ PART = 350
 
 
 @pytest.mark.slow
-def test_ranks_that_share_the_vocabulary_have_the_values_and_gradients_of_one(tmp_path):
-    mp.spawn(_vocabulary_rank, (tmp_path,), nprocs=VOCABULARY_RANKS)
+def test_ranks_that_share_the_vocabulary_have_the_values_and_gradients_of_one(workers):
+    ranks = workers(VOCABULARY_RANKS).run(on_rank)
     hidden, head, targets, masks = problem()
     logits = (hidden @ head.T).detach().requires_grad_()
     expected = dense(logits, targets, masks, 0.7)
     (expected * torch.arange(len(targets))).sum().backward()
-    for rank in range(VOCABULARY_RANKS):
-        found, gradient, refused = torch.load(tmp_path / f"{rank}.pt")
+    for rank, (found, gradient, refused) in enumerate(ranks):
         assert torch.allclose(found, expected, rtol=0, atol=1e-12)
         part = logits.grad[:, rank * PART : (rank + 1) * PART]
         assert torch.allclose(gradient[:, : part.shape[1]], part, rtol=0, atol=1e-12)
@@ -93,10 +91,7 @@ def test_ranks_that_share_the_vocabulary_have_the_values_and_gradients_of_one(tm
         assert "leaves out its token" in refused
 
 
-def _vocabulary_rank(rank, shared):
-    torch.set_num_threads(1)
-    store = dist.FileStore(f"{shared}/store", VOCABULARY_RANKS)
-    dist.init_process_group("gloo", store=store, rank=rank, world_size=VOCABULARY_RANKS)
+def on_rank(rank):
     hidden, head, targets, masks = problem()
     whole = torch.nn.functional.pad((hidden @ head.T).detach(), (0, VOCABULARY_RANKS * PART - len(head)), value=9.0)
     logits = whole[:, rank * PART : (rank + 1) * PART].clone().requires_grad_()
@@ -105,8 +100,7 @@ def _vocabulary_rank(rank, shared):
     (found * torch.arange(len(targets))).sum().backward()
     with pytest.raises(BatchMismatchError) as refused:
         masked_logprobs_of_logits(logits, (targets + 1) % VOCABULARY, masks, vocabulary_group=ranks)
-    torch.save((found.detach(), logits.grad, str(refused.value)), f"{shared}/{rank}.pt")
-    dist.destroy_process_group()
+    return found.detach(), logits.grad, str(refused.value)
 
 
 def test_the_entropy_is_that_of_the_dense_computation():

@@ -17,6 +17,7 @@ from foreroute.adapters import hf
 from foreroute.errors import BatchMismatchError, ReplayError
 from foreroute.testing.models import tiny
 from tests.adapters.hf.families import skip_in_older
+from tests.adapters.hf.family_checks import is_newest
 from tests.adapters.hf.model_runs import (
     CHECKPOINTING,
     batch_of,
@@ -135,7 +136,7 @@ def test_one_graph_replays_every_trace(family, layers, use_reentrant, attach_fir
 @pytest.mark.slow
 @pytest.mark.parametrize("use_reentrant", [True, pytest.param(False, marks=pytest.mark.exhaustive)])
 def test_a_compiled_model_with_checkpoints_in_several_graphs_is_refused(use_reentrant):
-    [routed] = attached(experts="eager", num_experts=3)  # each expert is a graph
+    [routed] = attached(experts="eager", num_experts=2, num_experts_per_tok=1)  # each expert is a graph
     enable_checkpointing(routed.model, use_reentrant)
     compiled = torch.compile(routed.model, backend="eager")
     said = "selected 0 times.*a checkpoint that torch.compile cannot hold in one graph"
@@ -178,12 +179,13 @@ NIGHTLY = [
 )
 def test_layers_compiled_one_by_one_share_a_graph(how, checkpointing, attach_first, count):
     untouched, model, eager = (tiny("qwen3_moe", experts="grouped_mm", num_hidden_layers=2) for _ in range(3))
-    how(untouched)
-    loss_of(untouched, BATCH)
-    if graphs() > 1:
-        skip_in_older("a layer of this transformers breaks into several graphs")
-    torch._dynamo.reset()
-    counters.clear()
+    if not is_newest():
+        how(untouched)
+        loss_of(untouched, BATCH)
+        if graphs() > 1:
+            skip_in_older("a layer of this transformers breaks into several graphs")
+        torch._dynamo.reset()
+        counters.clear()
     eager = hf.attach(eager.train())
     routed = hf.attach(model) if attach_first else None
     if count is None:  # around a layer that is compiled
@@ -205,7 +207,7 @@ def test_layers_compiled_one_by_one_share_a_graph(how, checkpointing, attach_fir
 @pytest.mark.slow
 def test_a_model_that_breaks_into_many_graphs_is_replayed_too():
     """The eager experts loop over the experts that were hit, which Dynamo cannot trace."""
-    routed, eager = attached(2, family="mixtral", experts="eager", num_local_experts=3)
+    routed, eager = attached(2, family="mixtral", experts="eager", num_local_experts=2, num_experts_per_tok=1)
     compiled = torch.compile(routed.model, backend="eager")
     step(routed, compiled, 0)
     before = graphs()
@@ -253,7 +255,7 @@ def test_decode_steps_over_a_static_cache_share_a_graph():
 
 @pytest.mark.slow
 def test_a_compiled_forward_checks_its_batch_and_its_routers():
-    [routed] = attached(layers=2)
+    [routed] = attached()
     compiled = torch.compile(routed.model, backend="eager", fullgraph=True)
     step(routed, compiled, 0)
     with (
@@ -262,9 +264,9 @@ def test_a_compiled_forward_checks_its_batch_and_its_routers():
     ):
         compiled(**BATCH, use_cache=False)
     step(routed, compiled, 1)
-    routed.model.model.layers[1].mlp.forward = lambda hidden: hidden
+    routed.model.model.layers[0].mlp.forward = lambda hidden: hidden
     with (
-        pytest.raises(ReplayError, match=r"model\.layers\.1\.mlp\.gate selected 0 times"),
+        pytest.raises(ReplayError, match=r"model\.layers\.0\.mlp\.gate selected 0 times"),
         routed.replay(random_routes(routed.spec, BATCH)),
     ):
         compiled(**BATCH, use_cache=False)
@@ -275,7 +277,7 @@ def test_the_auxiliary_loss_counts_executed_routes_in_a_graph():
     routed, eager = attached(2)
     model = routed.model
     model(**BATCH, output_router_logits=True)  # transformers installs its hooks now, which it cannot in a graph
-    compiled = torch.compile(model, backend="aot_eager", fullgraph=True)
+    compiled = torch.compile(model, backend="eager", fullgraph=True)
     trace = random_routes(routed.spec, BATCH)
     losses = []
     for each, call in ((routed, compiled), (eager, eager.model)):
@@ -287,10 +289,10 @@ def test_the_auxiliary_loss_counts_executed_routes_in_a_graph():
     assert (native - losses[0]).abs() > 1e-2
 
 
+@pytest.mark.slow
 def test_a_compiled_forward_whose_positions_say_that_it_continues_is_refused():
-    model = tiny("qwen3_moe", num_hidden_layers=2, experts="grouped_mm")
-    routed = hf.attach(model)
-    compiled = torch.compile(model, backend="eager")
+    [routed] = attached()
+    compiled = torch.compile(routed.model, backend="eager")
     with torch.no_grad(), pytest.raises(BatchMismatchError, match=r"value.*recognised"):
         record_at(routed, compiled, torch.arange(3, 9))
     assert len(record_at(routed, compiled, torch.arange(6))) == 1

@@ -12,13 +12,15 @@ from transformers.models.auto.modeling_auto import MODEL_MAPPING_NAMES
 from foreroute.adapters import hf
 from foreroute.adapters.versions import PEERS
 from tests.adapters.hf import support_table
-from tests.adapters.hf.families import FAMILIES, MODELLING, lacks, skip_in_older
+from tests.adapters.hf.families import FAMILIES, MODELLING, SPARSE, lacks, skip_in_older
 from tests.adapters.hf.family_checks import (
     CHECKS,
     backends,
     checkpointing,
     configuration,
     foreign,
+    gradient,
+    native,
     require_bit_equal,
     weights,
 )
@@ -32,8 +34,11 @@ AT_ONCE = [
     *("mixtral", "olmoe", "phimoe", "qwen3_moe", "qwen3_vl_moe", "step3p7", "zaya"),
 ]
 """Without the mark `slow`: one of each kind of gate, selection and attention. The others are like one of them."""
-LONG = [checkpointing, backends, configuration]
-"""These take most of the time, and find what families alike have alike."""
+AT_ONCE_BY_TURNS = [native, gradient]
+"""Each runs the model forward and backward; `make test` has one of them of a family."""
+BY_TURNS = [checkpointing, backends]
+LONG = [*BY_TURNS, configuration]
+"""These take most of the time, and find what families alike have alike: a family has one of the first two by day."""
 OF_EACH = [foreign, weights]
 """What is shown by day of families that are like one of `AT_ONCE` too."""
 LONG_AT_ONCE = ["deepseek_v3", "gpt_oss", "qwen3_moe"]
@@ -63,7 +68,12 @@ def test_every_family_of_transformers_is_here():
 def marks_of(name, check):
     if name not in AT_ONCE:
         return pytest.mark.slow if check in OF_EACH else pytest.mark.exhaustive
-    return pytest.mark.slow if check in LONG and name not in LONG_AT_ONCE else ()
+    turn = AT_ONCE.index(name) % 2
+    if name in LONG_AT_ONCE or check not in [*LONG, AT_ONCE_BY_TURNS[turn]]:
+        return ()
+    # of those with indexers, test_without_weights.py has the configuration by day
+    is_by_night = name in SPARSE if check is configuration else check is BY_TURNS[turn]
+    return pytest.mark.exhaustive if is_by_night else pytest.mark.slow
 
 
 @pytest.mark.shows("Hugging Face", "73 families, left and right padding, checkpointing of both kinds")

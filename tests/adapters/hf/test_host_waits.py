@@ -102,19 +102,19 @@ def trace_of(spec, missing=NONE, *, ends=(0, 1, 2)):
     return foreign(spec, Batch(torch.from_numpy(padded("right")["input_ids"]), LENGTHS), 3, absent)
 
 
+@lru_cache
 def model_on(device):
+    """One for all batches."""
     return hf.attach(tiny("qwen3_moe", experts="batched_mm").to(device))
 
 
-@lru_cache
 def model_here():
-    """One for all batches whose outcome on the host is the oracle."""
+    """Whose outcome on the host is the oracle."""
     return model_on("cpu")
 
 
-@lru_cache
 def model_there():
-    """One for all batches that are held against it; asked for where the device is open."""
+    """What is held against it; asked for where the device is open."""
     return model_on(DEVICE)
 
 
@@ -146,9 +146,10 @@ def found_on_the_host(rows, batch, there, policy):
 
 
 def placed_batches():
-    """Give every batch under every policy: once each in all tests, with the next policy in slow ones, all by night."""
+    """Give every batch under every policy: every second with one in all tests, all with two in CI, and all by night."""
     for number, batch in enumerate(BATCHES):
-        for turn, marks in enumerate(((), pytest.mark.slow, pytest.mark.exhaustive, pytest.mark.exhaustive)):
+        for turn in range(len(POLICIES)):
+            marks = pytest.mark.exhaustive if turn > 1 else pytest.mark.slow if turn or number % 2 else ()
             policy = list(POLICIES)[(number + turn) % len(POLICIES)]
             yield pytest.param(BATCHES[batch], *POLICIES[policy], marks=marks, id=f"{policy}-{batch}")
 
@@ -183,7 +184,7 @@ def test_rows_are_found_on_the_device_as_on_the_host(batch, policy, missing, mon
 def test_what_the_device_alone_cannot_place_is_placed_by_the_host():
     """Padding alone, as of a rank that got no sequence, and lengths that stayed on the CPU."""
     with other_device():
-        there = model_on(DEVICE)
+        there = model_there()
         batch = {name: 0 * given for name, given in padded("left").items()}
         _, mask_BT, executed = replayed(there, given_on(DEVICE, batch), trace_of(there.spec).truncated([0, 0, 0]))
         assert not mask_BT.any()
@@ -404,7 +405,7 @@ def test_a_recording_waits_for_nothing_and_keeps_tokens_that_are_overwritten(opt
     with torch.no_grad(), here.record() as expected:
         here.model(**given_on("cpu", batch), use_cache=False)
     with other_device() as device, torch.no_grad():
-        there, given = model_on(DEVICE), given_on(DEVICE, batch)
+        there, given = model_there(), given_on(DEVICE, batch)
 
         unpatched = waits(device, there, given)
         with there.record(**options) as recording:
@@ -416,7 +417,7 @@ def test_a_recording_waits_for_nothing_and_keeps_tokens_that_are_overwritten(opt
 
 def test_telemetry_waits_for_nothing_until_it_is_asked_for():
     with other_device() as device:
-        there, given = model_on(DEVICE), given_on(DEVICE, padded("right"))
+        there, given = model_there(), given_on(DEVICE, padded("right"))
 
         unpatched = waits(device, there, given)
         with there.replay(trace_of(there.spec), telemetry=True) as session, there.record(native=True) as native:

@@ -69,9 +69,10 @@ def forecast_and_logged(rank, num_ranks, layers):
         measured(routed, drawn)
     routed.model.zero_grad(set_to_none=True)
     replicas = int(known.replicas_MLG.sum())
-    # one try in place of four: such experts follow something else every time
+    # one try in place of four, and fewer micro-batches: such experts follow something else every time
+    fewer = [trace.select_layers(drawn[0].spec.layers[:1]) for trace in drawn[:21]]
     with mock.patch.object(hf.memory, "TRIES", 1), pytest.raises(ForecastError, match="grouped_mm"):
-        measured(routed_of("eager", layers=1), [trace.select_layers(drawn[0].spec.layers[:1]) for trace in drawn])
+        measured(routed_of("eager", layers=1), fewer)
     return found, replicas
 
 

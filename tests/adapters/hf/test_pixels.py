@@ -230,6 +230,7 @@ def test_packed_sequences_with_images_are_found_by_positions_on_several_axes(see
         model(**other, use_cache=False)
 
 
+@pytest.mark.slow
 def test_pixels_are_compared_on_the_device_and_the_host_does_not_wait(seeing):
     """The tower that sees, which waits by itself, has its features from the CPU."""
     model, _, seen, trace = seeing

@@ -175,7 +175,8 @@ def full_weights(model):
     return {name: whole(each).detach().clone() for name, each in sharded(model).named_parameters()}
 
 
-@pytest.mark.parametrize("sharding", ["fully_shard", pytest.param("DistributedConfig", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("sharding", SHARDINGS)
 def test_an_optimizer_trains_what_it_would_without_attaching_and_recording(workers, sharding, tmp_path):
     if sharding == "DistributedConfig" and "fsdp_size" not in DistributedConfig.__dataclass_fields__:
         skip_in_older("this transformers shards no model itself")

@@ -18,6 +18,7 @@ from foreroute.testing.counting_device import DEVICE, other_device
 from foreroute.testing.models import tiny
 from tests.adapters.hf.families import skip_in_older
 from tests.adapters.hf.model_runs import batch_of, with_routes
+from tests.tiers import grid
 
 BATCH = batch_of(9, 6, 4)
 
@@ -90,7 +91,7 @@ NOT_RECOGNISED = "so that the forward seems to continue a key-value cache, which
 @pytest.mark.shows(
     "Hugging Face", "a key-value cache of a class of one's own", refused="it does not say how many positions it holds"
 )
-@pytest.mark.parametrize("given", GOES_ON.values(), ids=GOES_ON)
+@grid("given", GOES_ON.values(), ids=GOES_ON, quick=1)
 def test_a_forward_that_seems_to_continue_an_unknown_cache_is_refused(given):
     """It would be recorded as the beginning of other sequences."""
     batch = {"input_ids": batch_of(4, 4)["input_ids"]} | given
@@ -160,7 +161,8 @@ def test_nothing_forks_the_random_state_without_naming_the_devices():
     """Where a model is loaded, or tried out by a trainer, it would warn just so."""
     found = []
     for path in Path(fr.__file__).parent.rglob("*.py"):
-        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        text = path.read_text(encoding="utf-8")
+        for node in ast.walk(ast.parse(text)) if "fork_rng" in text else ():
             if isinstance(node, ast.Call) and ast.unparse(node.func).endswith("fork_rng"):
                 found.append(path.name)
                 assert node.args or "devices" in [keyword.arg for keyword in node.keywords], f"{path}:{node.lineno}"

@@ -70,7 +70,7 @@ def seeded_loss(model):
 
 
 @pytest.mark.shows("Hugging Face", "PEFT's LoRA, on experts and routers too")
-@grid(("form", "use_reentrant"), itertools.product(FORMS, [None, True, False]), quick=4)
+@grid(("form", "use_reentrant"), itertools.product(FORMS, [None, True, False]), quick=2)
 def test_own_routes_change_no_bit_and_experts_get_others_also_in_recomputation(form, use_reentrant):
     untouched, plain, model = ready(form(), use_reentrant), ready(form(), None), ready(form(), use_reentrant)
     routed = hf.attach(model)
@@ -117,7 +117,7 @@ SELECTIVE = {
 
 
 @pytest.mark.shows("Hugging Face", "selective activation checkpoints (`context_fn`)")
-@grid(("family", "kept"), itertools.product(["deepseek_v3", "qwen3_moe", "gpt_oss"], SELECTIVE), quick=5)
+@grid(("family", "kept"), itertools.product(["deepseek_v3", "qwen3_moe", "gpt_oss"], SELECTIVE), quick=4)
 def test_selective_checkpoints_repeat_what_the_forward_ran(family, kept):
     """Rows without a route among those with one. The oracle is the same without checkpoints."""
     seen = []
@@ -188,7 +188,7 @@ ACCUMULATED = batch_of(*[6] * 16)
 
 
 @pytest.mark.shows("Hugging Face", "Trainer with gradient accumulation, the replay opened in `compute_loss`")
-@grid("checkpointing", [True, False], quick=1)
+@grid("checkpointing", [True, False], quick=0)
 def test_a_trainer_that_accumulates_makes_the_weights_of_routes_forced_by_hand(checkpointing, tmp_path):
     plain, model = tiny("qwen3_moe"), tiny("qwen3_moe")
     routed = hf.attach(model)
