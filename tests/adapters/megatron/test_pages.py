@@ -58,7 +58,9 @@ def require_trained(*arguments):
 
 def run_example(*arguments):
     """What a process of torchrun prints, in the group that is there; of fewer and shorter answers, for time."""
-    source = EXAMPLE.read_text().replace("WIDTH, GROUP, GROUPS = 32, 4, 16, 8, 4", "WIDTH, GROUP, GROUPS = 32, 4, 9, 8, 2")
+    source = EXAMPLE.read_text().replace(
+        "WIDTH, GROUP, GROUPS = 32, 4, 16, 8, 4", "WIDTH, GROUP, GROUPS = 32, 4, 9, 8, 2"
+    )
     assert "32, 4, 9" in source
     with (
         contextlib.redirect_stdout(io.StringIO()) as printed,

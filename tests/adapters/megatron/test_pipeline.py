@@ -96,9 +96,7 @@ def test_a_dead_rank_ends_the_run_with_one_message_and_it_goes_on_as_if_nothing_
     """On the same ranks: bit for bit, with experts away from home in the checkpoint."""
     folder = four(STEPS)
     rollouts, dead = str(folder / "rollouts"), begun(folder, tmp_path)
-    ended = run(
-        "pipeline_checks.dies", str(dead), rollouts, (2,), STEPS, dying, ranks=4, timeout=600, dying={dying}
-    )
+    ended = run("pipeline_checks.dies", str(dead), rollouts, (2,), STEPS, dying, ranks=4, timeout=600, dying={dying})
     assert ended.pop(dying) is None
     assert [code for code, _ in ended] == [1, 1, 1]
     said = "".join(printed for _, printed in ended)
