@@ -6,6 +6,7 @@ Ranks run it: whatever is wrong on one of them ends all of them alike.
 import traceback
 from abc import ABC, abstractmethod
 from dataclasses import replace
+from functools import cache
 from unittest import mock
 
 import numpy as np
@@ -221,15 +222,6 @@ def check_what_is_no_route_is_refused(make):
         require_said(said_by(do, s), f"TraceError: rank 1: {s.not_cut}")
 
 
-def check_parameters_that_were_replaced_are_refused(make):
-    s = make()
-    run(s, 0, 1)
-    if s.rank:
-        s.put_elsewhere()
-    require_said(said_by(enter, s), "TransferError: rank 1: ")
-    require_said(said_by(enter, s), "TransferError: are not the home shards")
-
-
 def check_a_step_under_a_plan_is_the_step_without(make):
     """With activations kept and recomputed; each rank computes the rows that were planned for it."""
     bound = roundings(GRADIENT_TERMS, torch.float64)
@@ -339,12 +331,23 @@ def check_executions_of_one_step_take_up_weights_once_and_anew_behind_an_update(
     assert found == [1, 0, 1, 0, 1, 1]
 
 
+def check_parameters_that_were_replaced_are_refused(make):
+    """The last one: its model is of no use any more."""
+    s = make()
+    run(s, 0, 1)
+    if s.rank:
+        s.put_elsewhere()
+    require_said(said_by(enter, s), "TransferError: rank 1: ")
+    require_said(said_by(enter, s), "TransferError: are not the home shards")
+
+
 CHECKS = {name.removeprefix("check_"): check for name, check in vars().copy().items() if name.startswith("check_")}
 PROPERTIES = [*EARLY, *LATE, *CHECKS]
 
 
 def failures(make, asked):
     """By name, the traceback of each of these properties that fails on this rank; `make` gives a `PlannedStep`."""
+    make = cache(make)  # models are dear, and every property leaves them as they were
     failed, s = {}, make()
     before = s.left_alone()
     for words, do in (EARLY | LATE).items():

@@ -141,7 +141,7 @@ def trained(rank, family, folder, sizes):
 @pytest.mark.parametrize(
     ("family", "layout"),
     [
-        pytest.param("qwen3_moe", ONE_GROUP, marks=pytest.mark.slow, id="one_group"),
+        pytest.param("qwen3_moe", ONE_GROUP, marks=pytest.mark.exhaustive, id="one_group"),
         pytest.param("gpt_oss", ONE_GROUP, marks=pytest.mark.slow, id="transposed"),
         pytest.param("qwen3_moe", TWO_GROUPS, marks=pytest.mark.exhaustive, id="two_groups"),
         pytest.param("qwen3_moe", COPIES, marks=pytest.mark.exhaustive, id="copies"),

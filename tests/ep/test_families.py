@@ -32,8 +32,10 @@ REFUSED = {
     "zaya": "AttachError: routers of this FSDPZayaForCausalLM choose among 9, and layers have 8 experts",
 }
 """What cannot be replicas, and what plans do not know at all."""
-QUICK = ("qwen3_moe", "deepseek_v3", "gpt_oss")
+QUICK = ("qwen3_moe",)
 LAYOUTS = {
+    "deepseek_v3": "shared experts within the layer",
+    "gpt_oss": "transposed, biases",
     "openai_privacy_filter": "transposed, biases, concatenated, its own gate",
     "nemotron_h": "no gate",
     "muse_spark": "a norm after each expert, shared by all of them",
@@ -128,6 +130,7 @@ def refused_replicas(rank, folder):
     return said
 
 
+@pytest.mark.slow
 def test_experts_that_are_no_replicas_are_refused_by_name_and_run_at_home(workers, folder_of):
     for scale, down in workers(2).run(refused_replicas, folder_of()):
         assert "model.layers.1.mlp.experts.scale is none of gate_up_proj, up_proj and down_proj, and no _bias" in scale

@@ -3,6 +3,7 @@
 from contextlib import ExitStack
 from unittest.mock import patch
 
+import pytest
 import torch.distributed as dist
 
 from foreroute.adapters import hf
@@ -80,6 +81,7 @@ def test_rows_are_launched_before_weights_and_gradients_before_rows_are_sent_bac
     assert workers(2).run(pass_log, folder_of(), frozen, slots) == expected
 
 
+@pytest.mark.slow
 def test_frozen_experts_send_nothing(workers, folder_of):
     for _, log, *_ in workers(2).run(pass_log, folder_of(), ("experts.down_proj", "experts.gate_up_proj")):
         assert [event for event in log if event == "rows" or event[0] in ("sent", "home")] == ["rows"] * 6

@@ -43,16 +43,18 @@ def spread_by_hand(rank, implementation):
 def waits(rank):
     """Where the host waits in a step, forward and backward, by kind of checkpointing; of ours, and of two controls."""
     with other_device() as device, patch.object(dist, "batch_isend_irecv", post):
-        theirs, ours = (spread_by_hand(rank, name).to(DEVICE) for name in ("all_to_all", "foreroute"))
+        theirs, ours = (
+            hf.attach(spread_by_hand(rank, name).to(DEVICE).train()) for name in ("all_to_all", "foreroute")
+        )
         steps = [(ours, None), (ours, False), (ours, True), (theirs, None), (theirs, False)]
-        found = [waits_of_a_step(rank, model, device, use_reentrant) for model, use_reentrant in steps]
+        found = [waits_of_a_step(rank, routed, device, use_reentrant) for routed, use_reentrant in steps]
         with patch.object(dispatch, "expand_segments", waiting):
             return [*found, waits_of_a_step(rank, ours, device, None)]
 
 
-def waits_of_a_step(rank, model, device, use_reentrant):
-    enable_checkpointing(model, use_reentrant)
-    routed, execution = hf.attach(model), nullcontext()
+def waits_of_a_step(rank, routed, device, use_reentrant):
+    enable_checkpointing(routed.model, use_reentrant)
+    execution = nullcontext()
     given = drawn(routed.spec, rank)
     if routed.spread is not None:
         traces = [trace for _, trace in given]
@@ -66,7 +68,7 @@ def waits_of_a_step(rank, model, device, use_reentrant):
         for batch, (_, trace) in zip(batches, given, strict=True):
             with routed.replay(trace):
                 device.reads.clear()
-                logits = model(**batch, use_cache=False).logits
+                logits = routed.model(**batch, use_cache=False).logits
                 (logits * batch["attention_mask"][..., None]).sum().backward()
                 found += device.reads  # before the session looks once, when it is left, at what routers were told
     return dict(found)

@@ -16,7 +16,7 @@ from tests.ep.spread_models import load_spread
 from tests.ep.transfer.plans import loads_MLG
 from tests.roundings import TERMS, roundings
 
-RANKS = 4
+RANKS, SEQUENCES = 4, 9
 TOML = """
 [topology]
 num_ranks = 4
@@ -39,11 +39,11 @@ def loss_of(model, tokens, mask=None):
 
 @pytest.fixture(scope="module")
 def step(tmp_path_factory, folder_of):
-    """A folder with the trace of seventeen sequences, its plan for four ranks; the loss of one process."""
+    """A folder with the trace of nine sequences, its plan for four ranks; the loss of one process."""
     folder = tmp_path_factory.mktemp("step")
     model = AutoModelForCausalLM.from_pretrained(folder_of(), trust_remote_code=False, use_safetensors=True)
     routed = hf.attach(model)
-    tokens = torch.randint(1, 30, (17, 12), generator=torch.Generator().manual_seed(0))
+    tokens = torch.randint(1, 30, (SEQUENCES, 12), generator=torch.Generator().manual_seed(0))
     with routed.record(weight_version=0) as recording, torch.no_grad():
         loss = loss_of(model, tokens)
     trace = recording.trace()
@@ -60,7 +60,7 @@ def executed(rank, model_folder, folder, damage=None):
     model = load_spread(model_folder, fsdp_size=RANKS, ep_size=RANKS)
     routed = hf.attach(model)
     trace = fr.load(folder / "step.safetensors")
-    tokens = torch.from_numpy(trace.token_ids_N.astype(np.int64)).reshape(17, 12)
+    tokens = torch.from_numpy(trace.token_ids_N.astype(np.int64)).reshape(SEQUENCES, 12)
     plan = routed.share_plan(lambda: load_plan(folder / "4.plan"))
     batches = []
     for micro_step in range(plan.shape[0]):
@@ -97,6 +97,7 @@ def _other_tokens(trace, rank):
     return replace(trace, token_ids_N=tokens_N)
 
 
+@pytest.mark.slow
 def test_a_file_for_other_tokens_is_refused_by_all_ranks_with_one_message(step, workers, folder_of):
     outcomes = workers(RANKS).outcomes(executed, folder_of(), step[0], _other_tokens)
     assert all(isinstance(outcome, Raised) for outcome in outcomes)

@@ -264,7 +264,7 @@ def run_all(s, traces):
         (2, ONE_GROUP, False, (2, LAYERS * MICRO_STEPS, 1, MOVING)),
         (4, TWO_GROUPS, True, (2, 0, 1, MOVING)),
     ],
-    quick=2,
+    quick=1,
 )
 def test_ranks_ask_each_other_on_entering_and_leaving_alone(workers, folder_of, ranks, sizes, whole, expected):
     """Once, and twice to enter where groups join their replicas, or rows lack routes, whose counts no plan knows."""

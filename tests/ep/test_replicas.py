@@ -12,7 +12,8 @@ from tests.ep.executor_properties import distance
 from tests.ep.replica_steps import SPREAD, Way, alone, steps
 from tests.roundings import GRADIENT_TERMS, roundings
 
-WAYS = [Way(3), Way("planned", use_reentrant=False), Way(5, "shared", "host", use_reentrant=True), Way("none")]
+WAYS = [Way(3), Way(5, "shared", "host", use_reentrant=True), Way("planned", use_reentrant=False), Way("none")]
+BY_DAY = WAYS[:2], WAYS[2:3]
 SLOW = [
     ("deepseek_v3", "one group", torch.bfloat16),
     ("gpt_oss", "mixed precision", torch.float32),
@@ -22,7 +23,7 @@ SLOW = [
     ("deepseek_v3", "two groups of a batch each", torch.float32),
     ("qwen3_moe", "copies", torch.float64),
 ]
-"""Every way of spreading but one group of four, each by half of `WAYS`; all others by night."""
+"""Every way of spreading but one group of four, by `BY_DAY` in turn; all others by night."""
 DTYPES = (torch.float64, torch.float32, torch.bfloat16)
 
 
@@ -36,11 +37,14 @@ def bound_of(dtype, num_ranks):
 
 def cases():
     for case in itertools.product(("qwen3_moe", "gpt_oss", "deepseek_v3"), SPREAD, DTYPES):
-        halves = (WAYS[::2], WAYS[1::2]) if case in SLOW else (WAYS,)
-        for half, ways in enumerate(() if is_lacking(*case) else halves):
-            by_day = case in SLOW and SLOW.index(case) % 2 == half
-            marks = pytest.mark.slow if by_day else pytest.mark.exhaustive
-            yield pytest.param(*case, ways, marks=marks, id="-".join(map(str, (*case, half)[: 2 + len(halves)])))
+        if is_lacking(*case):
+            continue
+        by_day = BY_DAY[SLOW.index(case) % 2] if case in SLOW else []
+        by_night = [way for way in WAYS if way not in by_day]
+        name = "-".join(map(str, case))
+        if by_day:
+            yield pytest.param(*case, by_day, marks=pytest.mark.slow, id=name)
+        yield pytest.param(*case, by_night, marks=pytest.mark.exhaustive, id=f"{name}, other ways")
 
 
 def is_lacking(family, spread, dtype):

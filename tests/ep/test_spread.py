@@ -95,6 +95,7 @@ def with_rows_that_no_plan_knows_in_parts(rank, folder):
     return found
 
 
+@pytest.mark.slow
 def test_replicas_serve_a_part_of_a_batch_that_rows_of_no_plan_shift(workers, folder_of):
     for found in workers(2).run(with_rows_that_no_plan_knows_in_parts, folder_of()):
         for unplanned, planned in zip(found[::2], found[1::2], strict=True):
@@ -140,6 +141,7 @@ def two_at_once(rank, folder):
     return alone, together
 
 
+@pytest.mark.slow
 def test_two_models_run_under_plans_at_once(workers, folder_of):
     for alone, together in workers(2).run(two_at_once, folder_of()):
         assert together == alone
@@ -157,6 +159,7 @@ def checkpointed_in_parts(rank, folder):
     return differing(*found)
 
 
+@pytest.mark.slow
 def test_selective_checkpoints_number_no_operators_that_a_recomputation_lacks(workers, folder_of):
     assert workers(2).run(checkpointed_in_parts, folder_of()) == [[], []]
 

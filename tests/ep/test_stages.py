@@ -5,6 +5,7 @@ from dataclasses import replace
 from unittest.mock import patch
 
 import numpy as np
+import pytest
 import torch
 import torch.distributed as dist
 
@@ -68,7 +69,7 @@ def two_stages(rank, folder, paths, gains):
         ("direct", {"recompute": -1.0, "update": 0.3}),
         ("host", {"recompute": 0.0, "update": 0.0}),
     ],
-    quick=2,
+    quick=1,
     day=3,
 )
 def test_a_stage_at_home_moves_nothing_and_is_static_bit_for_bit(workers, folder_of, paths, gains):
@@ -104,6 +105,7 @@ def warned_of(rank, folder, cases):
     return found
 
 
+@pytest.mark.slow
 def test_a_plan_that_was_priced_for_another_path_is_warned_of(workers, folder_of):
     """Prices and executors take the same path by default, so that nobody has to name it."""
     host = TransferOptions(paths="host")
@@ -126,6 +128,7 @@ def groups_of_uses(rank, folder):
     return found
 
 
+@pytest.mark.slow
 def test_no_use_makes_another_group(workers, folder_of):
     for first, *later in workers(2).run(groups_of_uses, folder_of()):
         assert later == [first] * 2

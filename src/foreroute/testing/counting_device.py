@@ -15,7 +15,6 @@ from unittest.mock import patch
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves, tree_map
 
 DEVICE = torch.device("meta")
 """What the tensors say."""
@@ -135,7 +134,7 @@ def _is_autocast_enabled(device: str = "cuda", asked: Callable[[str], bool] = to
 
 
 def _run(func: Any, args: Any, kwargs: Any, reads: Counter[str] | None = None) -> Any:
-    given = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
+    given = [leaf for leaf in _leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
     there = [tensor for tensor in given if isinstance(tensor, OnDevice)]
     named = kwargs.get("device")
     goes_there = named is not None and torch.device(named).type == DEVICE.type
@@ -145,7 +144,7 @@ def _run(func: Any, args: Any, kwargs: Any, reads: Counter[str] | None = None) -
         _count(func, args, kwargs, goes_there, reads)
     elif reads is not None and goes_there and func is aten._to_copy.default and not kwargs.get("non_blocking"):
         reads["to the device"] += 1
-    plain_args, plain_kwargs = tree_map(_plain, (args, kwargs))
+    plain_args, plain_kwargs = _mapped(_plain, (args, kwargs))
     if goes_there:
         plain_kwargs["device"] = torch.device("cpu")
     if func is aten.histc.default and not plain_args[0].is_floating_point():  # CUDA counts integers
@@ -153,7 +152,7 @@ def _run(func: Any, args: Any, kwargs: Any, reads: Counter[str] | None = None) -
     else:
         result = func(*plain_args, **plain_kwargs)
     if goes_there and func is aten._to_copy.default:
-        result = tree_map(lambda t: t.clone() if t is plain_args[0] else t, result)
+        result = _mapped(lambda t: t.clone() if t is plain_args[0] else t, result)
     stays = bool(there) and not (func is aten._to_copy.default and named is not None)
     if func is aten.copy_.default:
         return args[0]
@@ -166,7 +165,25 @@ def _run(func: Any, args: Any, kwargs: Any, reads: Counter[str] | None = None) -
             return leaf
         return same[id(leaf)] if id(leaf) in same else OnDevice(leaf)
 
-    return tree_map(wrapped, result)
+    return _mapped(wrapped, result)
+
+
+# torch's own trees know other containers, which no operator takes, and cost more than most operators
+def _mapped(change: Callable[[Any], Any], value: Any) -> Any:
+    """Change every leaf of what an operator is given or gives."""
+    kind = type(value)
+    if kind is tuple or kind is list:
+        return kind([_mapped(change, each) for each in value])
+    if kind is dict:
+        return {name: _mapped(change, each) for name, each in value.items()}
+    return change(value)
+
+
+def _leaves(value: Any) -> list[Any]:
+    """List the leaves of what an operator is given."""
+    found: list[Any] = []
+    _mapped(found.append, value)
+    return found
 
 
 def _plain(leaf: Any) -> Any:
@@ -180,7 +197,7 @@ def _plain(leaf: Any) -> Any:
 def _require_one_device(func: Any, args: Sequence[Any], given: Sequence[Any]) -> None:
     looked_at = given
     if func in INDICES_ANYWHERE:
-        looked_at = [leaf for place, part in enumerate(args) if place != 1 for leaf in tree_leaves(part)]
+        looked_at = [leaf for place, part in enumerate(args) if place != 1 for leaf in _leaves(part)]
         if not isinstance(args[0], OnDevice):
             looked_at = given
     strays = [t for t in looked_at if isinstance(t, torch.Tensor) and t.device != DEVICE and t.dim()]
@@ -197,6 +214,6 @@ def _count(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], goes_there
         if not (len(args) > 2 and args[2]):
             reads["copy between devices"] += 1
     elif func in INDICES_ANYWHERE and any(
-        isinstance(index, OnDevice) and index.dtype in (torch.bool, torch.uint8) for index in tree_leaves(args[1])
+        isinstance(index, OnDevice) and index.dtype in (torch.bool, torch.uint8) for index in _leaves(args[1])
     ):
         reads[f"{func} by a mask"] += 1

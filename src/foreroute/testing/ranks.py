@@ -35,8 +35,10 @@ IMPORTED = (
     "torch.distributed",
     "torch.distributed.tensor.debug",
     "torch._dynamo",
-    "foreroute.adapters.hf",
+    "foreroute.adapters.hf.attaching",
+    "foreroute.adapters.hf.expert_parallel",
     "foreroute.ep.transfer.engine",
+    "pytest",
     "transformers.models.qwen3_moe.modeling_qwen3_moe",
 )
 """By the one process that all workers of a test run are forked from: what attaching to a tiny model imports, and

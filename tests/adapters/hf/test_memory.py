@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from foreroute import planner
 from foreroute.adapters import hf
@@ -92,6 +93,20 @@ def test_larger_micro_batches_take_what_small_ones_tell(workers, layers):
             np.testing.assert_allclose(ours, logged, rtol=0.02)
         _, without_slots, logged = found["plans"]
         assert np.abs(without_slots / logged - 1).max() > 0.025, "what leaves the slots out misses"
+
+
+def test_a_log_has_the_bytes_of_its_device_alone():
+    """Views and what is there already take none; neither do tensors of other devices, nor those that have no memory."""
+    log, (before, shapes) = AllocationLog(torch.device("cpu")), (torch.ones(3), FakeTensorMode())
+    fake = shapes.from_tensor(before)
+    with log.open():
+        log.begin("part", 1)
+        kept = torch.ones(4)
+        others = kept.view(2, 2), before.add_(1), torch.ones(8, device="meta"), fake + 1, torch.ones(2)
+        del others
+        log.begin("next")
+        kept.untyped_storage().resize_(0)
+    assert log.sections == [(("part", 1), 0, [16, 24]), (("next", None), 16, [0])]
 
 
 def test_a_model_that_is_not_spread_has_no_forecast():

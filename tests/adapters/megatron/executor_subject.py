@@ -1,12 +1,16 @@
 """Models of Megatron-Core on two ranks, as the properties of executed plans take them."""
 
+from unittest import mock
+
 import torch
 import torch.distributed as dist
 
 from foreroute.adapters import megatron
+from tests.adapters.megatron import executed_plans
 from tests.adapters.megatron.executed_plans import Planned
 from tests.adapters.megatron.grid import Cell, ExecutionCase
 from tests.adapters.megatron.micro_batches import model_inputs
+from tests.adapters.megatron.model_chunks import initialize
 from tests.adapters.megatron.training_step import gradients, moe_layers
 from tests.ep.executor_properties import LAYERS, MICRO_STEPS, PlannedStep, failures
 from tests.ep.transfer.plans import split_plan
@@ -54,4 +58,6 @@ class MegatronStep(PlannedStep):
 
 
 def failures_here(asked):
-    return failures(MegatronStep, asked)
+    initialize(Cell(ep=2))
+    with mock.patch.object(executed_plans, "initialize"):  # it would give up the groups of models that are kept
+        return failures(MegatronStep, asked)

@@ -66,10 +66,10 @@ SAMPLE = [
     Cell(tp=2, ep=2, layers=2, recompute="uniform", dispatcher="allgather"),
     Cell(tp=2, ep=2, layers=2, recompute="block", packed=True),
     Cell(cp=2, tp=2, layers=2, recompute="selective", packed=True),
-    Cell(pp=2, recompute="selective", dispatcher="allgather"),
-    Cell(pp=2, tp=2, ep=2),
+    Cell(pp=2, layers=2, recompute="selective", dispatcher="allgather"),
+    Cell(pp=2, tp=2, ep=2, layers=2),
     Cell(pp=2, cp=2, recompute="block"),
-    Cell(pp=2, cp=2, ep=2, recompute="uniform", dispatcher="allgather", packed=True),
+    Cell(pp=2, cp=2, ep=2, layers=2, recompute="uniform", dispatcher="allgather", packed=True),
     Cell(pp=2, vpp=2, recompute="uniform"),
     Cell(pp=2, vpp=2, recompute="block", dispatcher="allgather", packed=True),
     Cell(pp=2, vpp=2, cp=2, dispatcher="allgather", packed=True),
@@ -208,13 +208,11 @@ def executions_of(name):
     ]
 
 
-EXECUTED_SHAPES = {
-    "shared expert beside the dispatch": {"moe_shared_expert_intermediate_size": 32, "moe_shared_expert_overlap": True},
-    "limited to groups, with bias": {**BIASED, "moe_router_num_groups": 4, "moe_router_group_topk": 2},
-    "auxiliary loss": {"moe_router_load_balancing_type": "aux_loss", "moe_aux_loss_coeff": 0.1},
-    "three picks": {"moe_router_topk": 3},
-    "multi-token prediction": {"mtp_num_layers": 1},
-}
+THREE_PICKS = {"moe_router_topk": 3, "moe_router_load_balancing_type": "aux_loss", "moe_aux_loss_coeff": 0.1}
+EXECUTED_SHAPES = [
+    {**THREE_PICKS, "moe_shared_expert_intermediate_size": 32, "moe_shared_expert_overlap": True},
+    {**BIASED, "moe_router_num_groups": 4, "moe_router_group_topk": 2, "mtp_num_layers": 1},
+]
 """Settings of layers under which plans are executed, in packed micro-batches: auxiliary losses count padding else."""
 
 
@@ -240,15 +238,15 @@ def on_flex(backend, cell, ranks=2, **more):
     return ExecutionCase(dataclasses.replace(cell, dispatcher="flex", settings=settings), ranks, **more)
 
 
-THREE = with_settings(
-    {**EXECUTED_SHAPES["three picks"], **EXECUTED_SHAPES["auxiliary loss"]}, ep=2, layers=2, packed=True
-)
+THREE = with_settings(THREE_PICKS, ep=2, layers=2, packed=True)
 FLEX = {
-    "ep2": (Cell(ep=2, layers=2), 2, {}, PLANS),
+    "ep2": (Cell(ep=2, layers=2), 2, {}, ("planned",)),
     "ep2-tp2, all recomputed": (Cell(ep=2, tp=2, layers=2, recompute="uniform", packed=True), 2, {}, ("random",)),
-    "ep2, rows without a route": (Cell(ep=2, layers=2), 2, {"complete": False}, ("planned",)),
     "ep2, three picks": (THREE, 2, {}, ("static", "planned")),
-    "ep2, grouped": (Cell(ep=2, layers=2, experts="grouped, fused", recompute="selective"), 2, {}, ("planned",)),
+    "ep2, grouped, rows without a route": (
+        *(Cell(ep=2, layers=2, experts="grouped, fused", recompute="selective"), 2, {"complete": False}),
+        ("planned",),
+    ),
     "ep4": (Cell(ep=4, layers=2, recompute="selective"), 4, {}, ("random",)),
     "ep4, kept slots": (Cell(ep=4, layers=2, recompute="selective"), 4, {}, ("planned",)),
     "ep2-pp2, all recomputed": (Cell(ep=2, pp=2, layers=2, recompute="uniform", packed=True), 4, {}, ("planned",)),

@@ -74,13 +74,13 @@ def layout_of(batch, side="right"):
 
 
 def make_batches(cell, seed=0):
-    """Three micro-batches, other ones on every data-parallel rank; four for virtual stages, which want them even."""
+    """Two micro-batches, other ones on every data-parallel rank; three for stages, four for virtual ones: even."""
     generator = torch.Generator().manual_seed(1000 * seed + parallel_state.get_data_parallel_rank())
     default = PADDED if not cell.packed else PACKED_ALIKE if cell.same_shapes else PACKED
     align = 2 * cell.cp * cell.tp if cell.cp * cell.tp > 1 else 1
     return [
         Batch(each, tuple(torch.randint(0, VOCABULARY, (n,), generator=generator) for n in each), cell.packed, align)
-        for each in default[: 4 if cell.vpp > 1 else 3]
+        for each in default[: 4 if cell.vpp > 1 else 1 + cell.pp]
     ]
 
 

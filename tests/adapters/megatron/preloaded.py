@@ -17,11 +17,12 @@ import numpy.ma  # noqa: E402, F401
 import pytest  # noqa: E402, F401
 import torch.distributed.tensor.debug  # noqa: E402
 import torch.export._trace  # noqa: E402, F401
-import transformers.models.auto.modeling_auto  # noqa: E402, F401
+import transformers.models.qwen3_moe.modeling_qwen3_moe  # noqa: E402, F401
 from megatron.core.models.gpt import GPTModel  # noqa: E402, F401
 from megatron.core.pipeline_parallel import get_forward_backward_func  # noqa: E402, F401
 
-from foreroute.adapters import hf, megatron  # noqa: E402, F401
+from foreroute.adapters import megatron  # noqa: E402, F401
+from foreroute.adapters.hf import attaching  # noqa: E402, F401
 from foreroute.planner import plan  # noqa: E402, F401
 from foreroute.testing import routes  # noqa: E402, F401
 from tests.seeds import seed_no_absent_devices  # noqa: E402

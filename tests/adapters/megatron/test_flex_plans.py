@@ -31,7 +31,7 @@ from tests.adapters.megatron.test_execution_controls import SEEN as APART
 from tests.adapters.megatron.training_step import moe_layers
 from tests.trainers.verl.flex_kernels import SEEN, Buffer
 
-MICRO_BATCHES, LAYERS = 3, 2
+MICRO_BATCHES, LAYERS = 2, 2
 CELLS = MICRO_BATCHES * LAYERS
 TOLD = Cell(ep=2, layers=LAYERS)
 
@@ -115,6 +115,7 @@ def operators(case, *, executes=True):
     return seen.counts
 
 
+@pytest.mark.slow
 @on_ranks(2)
 def test_a_step_has_no_more_operators_than_one_by_all_to_all_and_waits_for_nothing():
     for recompute in ("none", "uniform"):

@@ -16,7 +16,7 @@ from tests.adapters.megatron.forked_ranks import on_ranks
 from tests.adapters.megatron.grid import Cell, ExecutionCase
 from tests.ep.asking import asking
 
-MICRO_BATCHES, LAYERS = 3, 2
+MICRO_BATCHES, LAYERS = 2, 2
 
 
 @on_ranks(2)
@@ -28,7 +28,6 @@ def test_exchanges_and_waits():
     cells = MICRO_BATCHES * LAYERS
     for recompute, complete, planned, expected in (
         ("none", True, None, cells),
-        ("none", True, "static", 0),
         ("none", True, "planned", 0),
         ("none", False, "planned", cells),
         ("selective", True, None, 2 * cells),

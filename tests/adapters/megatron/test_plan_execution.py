@@ -20,8 +20,8 @@ from tests.adapters.megatron.grid import (
 CASES = {name: executions_of(name) for name in EXECUTED}
 CASES |= {name: [(case, PLANS)] for name, case in GROUPED.items()}
 CASES["layers of every shape"] = [
-    (ExecutionCase(with_settings(shape, ep=2, layers=2, recompute="selective", packed=True)), ("planned",))
-    for shape in EXECUTED_SHAPES.values()
+    (ExecutionCase(with_settings(shape, ep=2, layers=2, recompute="selective", packed=True)), ("static", "planned"))
+    for shape in EXECUTED_SHAPES
 ]
 """What runs in the same processes: (case, kinds of plans)."""
 BY_NIGHT = (*EXECUTED_BY_NIGHT, "grouped, fused, distributed", "grouped, fused, virtual stages")

@@ -23,19 +23,18 @@ FLIPPED = 0.03
 
 
 @on_ranks(2)
-def test_rows_of_every_kind_of_ranks():
+def test_rows_of_tensor_parallel_ranks():
     check_rows(Cell(tp=2, layers=2, packed=True))
-    check_rows(Cell(cp=2, layers=2))
-    check_rows(Cell(pp=2, vpp=2))
 
 
 @pytest.mark.slow
 @on_ranks(2)
 def test_so_they_are_in_other_splits():
+    check_rows(Cell(cp=2, layers=2))
     # ranks of tensor parallelism that have the same rows
     check_rows(Cell(tp=2, layers=2, settings=(("sequence_parallel", False),)))
     check_rows(Cell(cp=2, layers=2, packed=True))
-    # the first of its virtual stages has no router
+    # stages of a pipeline; the first of its virtual stages has no router
     check_rows(Cell(pp=2, vpp=2, settings=(("moe_layer_freq", [0, 1, 1, 1]),)))
 
 

@@ -5,6 +5,7 @@ from contextlib import contextmanager
 from functools import partial
 from types import SimpleNamespace
 
+import pytest
 import torch
 from megatron.core.transformer.moe.router_replay import RouterReplay, RouterReplayAction
 
@@ -133,6 +134,7 @@ def test_a_wrapped_step_adds_up_telemetry():
     assert run.expert_counts_LE().sum() == 3 * ROWS * own.spec.num_layers * own.spec.top_k
 
 
+@pytest.mark.slow
 @on_ranks(1)
 def test_a_layer_costs_few_calls():
     """However many guards there are, what is the same for all layers is done once for a pass."""
