@@ -4,8 +4,8 @@
 # named.
 # Seen in PEFT 0.21.2 with transformers 5.24.0: of an adapter on gate_proj, up_proj and down_proj, DeepSeek-V3 and GLM-4.5
 # get the part of the routed experts alone. The shared experts and the dense layers, which are Linear layers still, get
-# nothing. Qwen2-MoE gets what they leave out, and nothing on its routed experts. No warning names a layer or a tensor of
-# the file that was left out, and the merged weights lack them. `target_modules="all-linear"` leaves the same layers of
+# nothing. In Qwen2-MoE the shared experts get theirs, and the routed ones nothing. No warning names a layer or a tensor
+# of the file that was left out, and the merged weights lack them. `target_modules="all-linear"` leaves the same layers of
 # DeepSeek-V3 and GLM-4.5 without LoRA when one is made anew.
 set -euo pipefail
 tmp=$(mktemp -d)
@@ -75,7 +75,7 @@ def effects(model_type, own):
     shares = {}
     for name, delta in wanted.items():
         shares.setdefault(kind(name), set()).add(round(float((merged[name] - before[name]).norm() / delta.norm()), 3))
-    named = [str(each.message) for each in told if "shared_expert" in str(each.message) or "lora_A" in str(each.message)]
+    named = [str(each.message) for each in told if any(part in str(each.message) for part in (".mlp.", "shared_expert", "lora_A"))]
     return shares, named
 
 

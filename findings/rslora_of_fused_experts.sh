@@ -3,8 +3,8 @@
 # and up projections are one tensor too.
 # Seen in PEFT 0.21.2 with transformers 5.24.0: where PEFT reads gate_proj and up_proj as that one tensor, it doubles r and
 # alpha, so that alpha / r stays. alpha / sqrt(r) does not: gate and up projections are updated by sqrt(2) times what was
-# asked, down projections and attention by what was asked. An adapter that was trained on separate layers is applied by
-# the wrong scale. The only warning says that the pattern of the doubled rank matched nothing, and it did.
+# asked, down projections and attention by what was asked. Two warnings, which come without rsLoRA too, say that the
+# patterns of the doubled rank and alpha matched nothing, although they matched.
 set -euo pipefail
 tmp=$(mktemp -d)
 trap 'rm -rf "$tmp"' EXIT

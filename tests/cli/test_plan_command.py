@@ -188,8 +188,12 @@ def test_traces_of_other_weights_than_the_first_are_warned_of(files, tmp_path):
             warnings.simplefilter("always")
             read_step(files / "cluster.toml", [tmp_path / "6", tmp_path / name], token_budget=40)
         assert len(said) == (name == "7")
-    with pytest.warns(UserWarning, match=r"7 .*versions \[7\], .*6 under \[6\]"):
+    with pytest.warns(UserWarning, match=r"7 .*versions \[7\], others under \[6\]"):
         read_step(files / "cluster.toml", [tmp_path / "6", tmp_path / "7"], token_budget=40)
+    fr.save(first.select([0]).with_weight_version(7), tmp_path / "late")
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")  # by way of "mixed", in whatever order
+        read_step(files / "cluster.toml", [tmp_path / each for each in ("6", "late", "mixed")], token_budget=40)
 
 
 def test_the_step_before_from_traces(files):

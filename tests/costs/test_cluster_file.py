@@ -129,7 +129,7 @@ def test_milliseconds_in_place_of_seconds_are_refused_on_a_gpu(table, key):
         tables = {**given, "hardware": given["hardware"] | hardware}
         return parse_cluster({**tables, table: tables.get(table, {}) | {key: seconds}}, source="x")
 
-    with pytest.raises(ConfigError, match=rf"\[{table}\] {key} is 0\.02; expected seconds .* 0\.01 at most on a GPU"):
+    with pytest.raises(ConfigError, match=rf"\[{table}\] {key} is 0\.02; expected seconds .* 0\.015 at most on a GPU"):
         parsed(0.02)
     for seconds, hardware in ((0.005, {}), (0.02, {"tile_rows": 1})):
         parsed(seconds, **hardware)

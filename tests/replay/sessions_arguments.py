@@ -95,7 +95,7 @@ def check_every_routed_row_is_of_an_accepted_version(framework):
     refused(bare, 1, r"weight versions \[\], expected only 1 ")
     # a range reaches below 0 in the first steps, and lets pass no row that states no version
     unstated = trace.with_weight_version(-1)
-    refused(unstated, range(-2, 1), r"versions \[-1\], expected only 0 .* foreroute convert --weight-version")
+    refused(unstated, range(-2, 1), r"versions \[-1\], expected only 0 .* --weight-version of foreroute convert")
     replayed(on, unstated, BATCH, weight_version=-1)
     refused(trace, list(range(10, 110)), "expected only 10, 11, 12, 13, 14, 15, 16, 17 and 92 more")
     for given in (range(2, 10**12 + 1), range(10**12, 1, -1)):

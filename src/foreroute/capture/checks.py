@@ -33,8 +33,8 @@ and by, as a model of random weights does over a long text."""
 FEW = 4
 """Rows with the set that are added to those beside a run, since a share of 32 rows is known to no more than a tenth."""
 LAYER_BITS, SURE = 6.0, 16.0
-"""Most bits of a layer, and of all together, from which experts that no layer picks are warned of. Few tokens of a
-router that picks groups of experts first may all be of the same half of eight groups, with a chance of 2^-6."""
+"""Most bits that count of one layer, and least of all together, by which experts that no layer picks are warned of. A
+token of a router that picks four of eight groups of experts first has the same half with a chance of 2^-6."""
 ROWS_AT_ONCE = 4096
 TAIL = 16
 """Bytes at the end of a row, whose words are compared before all of it: last layers know most of the text before it."""
@@ -127,8 +127,8 @@ def warn_of_unused_experts(trace: RoutingTrace) -> None:
         bits += min(log2(comb(num_experts, picked)) - log2(comb(used, picked)), LAYER_BITS)
     if bits >= SURE:
         warnings.warn(
-            f"no layer picks an expert above {used - 1} of {num_experts} in {len(routed_RLK)} rows; if the engine's "
-            "model has fewer experts, give its own spec: hf.attach(model).spec, or that of its folder",
+            f"no layer picks an expert above {used - 1} of {num_experts}; unless its last ones are switched off, the "
+            "engine's model has fewer: give its own spec, hf.attach(model).spec, or that of its folder",
             stacklevel=4,
         )
 

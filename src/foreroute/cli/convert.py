@@ -27,7 +27,7 @@ OPTIONS = {
     "token_ids=": "--tokens",
     "vocabulary_size=": "--model with the folder of the model",
     "indexers=hf.attach(model).indexers": "--model with the folder of the model",
-    "a function of these names, such as weight_version=int": "no --weight-version",
+    "a function of these names, such as weight_version=int": "--weight-version -1",
 }
 """What `decode` advises to pass, and the option of the verb that passes it."""
 
@@ -71,7 +71,8 @@ def convert_file(
             if weight_version is None:
                 warnings.warn(
                     f"{source} was read without --weight-version, so {target} does not say which weights made its "
-                    "routes: a replay that names a version, and foreroute doctor --weight-version, refuse it",
+                    "routes: a replay that names a version refuses it, and foreroute doctor --weight-version calls it "
+                    "a problem (-1 says that no version is known)",
                     stacklevel=1,
                 )
     console.print(printable(f"read   {source}: {what}, {trace!r}"), markup=False)

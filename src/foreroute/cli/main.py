@@ -108,7 +108,7 @@ def doctor(
     ] = False,
     output: Annotated[Path | None, typer.Option(help="Also write an HTML page.")] = None,
 ) -> None:
-    """Diagnose trainer and engine. Says how far they differ, why, and if R3 helps; exit code 1 for a problem alone."""
+    """Diagnose trainer and engine. Says how far they differ, why, and if R3 helps; exit code 1 for a problem."""
     from foreroute.cli.doctor import run_doctor
     from foreroute.doctor import Severity
 
@@ -149,9 +149,7 @@ def convert(
     ] = None,
     tokens: Annotated[Path | None, typer.Option(help="JSON list of token lists, if the source has none.")] = None,
     start: Annotated[int | None, typer.Option(help="Position of the first row; 0 by default.")] = None,
-    weight_version: Annotated[
-        int | None, typer.Option(help="Weights that made the routes; -1, the default: unknown.")
-    ] = None,
+    weight_version: Annotated[int | None, typer.Option(help="Weights that made the routes; -1: unknown.")] = None,
 ) -> None:
     """Convert engine output and traces. Writes a trace."""
     from foreroute.cli.convert import convert_file

@@ -31,7 +31,7 @@ GPU_SECONDS = {
     "hardware": ("layer_s", "replica_s", "replica_backward_s"),
 }
 """Keys by table that hold microseconds to a few milliseconds on GPUs, over slow Ethernet too."""
-MOST_GPU_S = 0.01
+MOST_GPU_S = 0.015
 """Their most seconds: 20 µs written in milliseconds are more. Processes on few cores of a CPU may take longer."""
 Rates = Mapping[str, Mapping[str, float]]
 """Values by table and key."""

@@ -77,7 +77,7 @@ def warn_of_lacks(plan: StepPlan, executor: Executor, paths: FetchPath) -> None:
         what = " and ".join(plan.unpriced)
         warnings.warn(
             f"the plan is executed for what it saves with {what} at no price, so that a step that waits for them may "
-            "lose; have foreroute measure price them in the topology file",
+            "lose; have foreroute measure price them in the topology file, or plan while the rollout runs",
             stacklevel=2,
         )
     # between nodes both paths are the same, and at homes nothing travels

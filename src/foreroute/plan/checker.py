@@ -112,7 +112,10 @@ def _check_figures(plan: StepPlan) -> None:
             "None without gains"
         )
     if plan.unpriced not in ((), ("planning",), ("planning", "votes")) or (plan.unpriced and not gains):
-        raise PlanError(f"unpriced is {shown(plan.unpriced)}; expected planning, votes too or not, or nothing")
+        raise PlanError(
+            f"unpriced is {shown(plan.unpriced)}; expected (), ('planning',) or ('planning', 'votes'), and () where no "
+            "gains are"
+        )
     wrong_ML = ~((plan.bound_ML >= 0) & (plan.bound_ML <= plan.max_load_ML))  # so that NaN is wrong
     if wrong_ML.any():
         m, layer = np.argwhere(wrong_ML)[0].tolist()

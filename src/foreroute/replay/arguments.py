@@ -60,7 +60,9 @@ def require_version(versions: tuple[int, ...], expected: int | Collection[int], 
     if not versions or not all(v in accepted and not (stated and v == NO_VERSION) for v in versions):
         remedy = "Replay the trace of the rollout that this update belongs to"
         if NO_VERSION in versions:
-            remedy = "Give weight_version= to what makes the trace, or foreroute convert --weight-version"
+            remedy = (
+                "Name the weights where the trace is made: weight_version=, or --weight-version of foreroute convert"
+            )
         raise StaleTraceError(
             f"{what} was recorded under weight versions {list(versions)}, expected only {_shown(accepted)} "
             f"({NO_VERSION} means not stated). {remedy}"

@@ -94,8 +94,8 @@ def step_time(value: float | None) -> str:
 
 def rate(name: str, value: float | str) -> str:
     """What a key of a topology file holds, in the unit that its name tells."""
-    if isinstance(value, str) or not name.endswith(("_s", "_s_per_count")):
-        return f"{value}"
+    if not value or isinstance(value, str) or not name.endswith(("_s", "_s_per_count")):
+        return f"{value:g}" if isinstance(value, float) else f"{value}"
     for ending, one, unit in (("_flops_per_s", 1e12, "TFLOP/s"), ("_bytes_per_s", 1e9, "GB/s")):
         if name.endswith(ending):
             return f"{value / one:,.4g} {unit}"

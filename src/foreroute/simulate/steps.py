@@ -13,7 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from foreroute.costs.model import CostModel, ModelShape
-from foreroute.errors import ConfigError, CountsError, InputError
+from foreroute.errors import ConfigError, CountsError, InputError, shown
 from foreroute.layout import Packing, pack_sequences
 from foreroute.plan.counts import check_counts, load_counts, packed_counts, sequence_counts
 from foreroute.plan.topology import Topology
@@ -126,17 +126,20 @@ def read_traces(paths: Sequence[str | Path]) -> list[RoutingTrace]:
 
 
 def _warn_of_other_weights(paths: Sequence[str | Path], traces: Sequence[RoutingTrace]) -> None:
-    """Warn where one trace was sampled under none of the weights of another, as in another step or run."""
+    """Warn where traces fall apart into two sets without weights in common, as those of two steps or runs do."""
     stated = [(path, {*trace.versions} - {NO_VERSION}) for path, trace in zip(paths, traces, strict=True)]
-    named = [(path, versions) for path, versions in stated if versions]
-    for path, versions in named[1:]:
-        if versions.isdisjoint(named[0][1]):
-            warnings.warn(
-                f"{path} was sampled under weight versions {sorted(versions)}, {named[0][0]} under "
-                f"{sorted(named[0][1])}; leave one out, unless one step trains on both",
-                stacklevel=2,
-            )
-            return
+    left = [(path, versions) for path, versions in stated if versions]
+    together = set(left[0][1]) if left else set()
+    while len(apart := [(path, versions) for path, versions in left if versions.isdisjoint(together)]) < len(left):
+        together.update(*(versions for _, versions in left if not versions.isdisjoint(together)))
+        left = apart
+    if left:
+        path, versions = left[0]
+        warnings.warn(
+            f"{path} was sampled under weight versions {shown(sorted(versions))}, others under "
+            f"{shown(sorted(together))}; leave one out, unless one step trains on both",
+            stacklevel=2,
+        )
 
 
 def packed(

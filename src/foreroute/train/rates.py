@@ -51,10 +51,8 @@ ROUNDS = 5
 """How often each is run; the quickest counts, since what disturbs a machine only adds."""
 MESSAGE = 1 << 20
 """Elements of 4 bytes that are sent to each peer where bandwidth is measured."""
-FOUND = (
-    *("gemm_flops_per_s", "backward_products", "tile_rows", "layer_s"),
-    *("replica_s", "replica_backward_s", "publish_bytes_per_s"),
-)
+OF_REPLICAS = ("replica_s", "replica_backward_s")
+FOUND = ("gemm_flops_per_s", "backward_products", "tile_rows", "layer_s", *OF_REPLICAS, "publish_bytes_per_s")
 """Rates of `Hardware` that are measured. The others are the file's, and the seconds of a layer make up for them."""
 DTYPES = {2: torch.bfloat16, 4: torch.float32}
 """By bytes of a weight."""
@@ -102,10 +100,12 @@ def measure_rates(cluster: Cluster, ranks: Alone, device: torch.device, tokens: 
         costs = replace(costs, hardware=known, sequence_tokens=float(SEQUENCE))
         steps = _steps(routed, replace(topology, links=known.links), clock, tokens)
         seconds_XS, begin_s = _timed(clock, routed, steps)
-        found = vars(fitted(costs, steps, seconds_XS))
+        found = {name: getattr(fitted(costs, steps, seconds_XS), name) for name in FOUND}
+        if not len(steps[-1].plan.hosts.expert_R):
+            found = {name: value for name, value in found.items() if name not in OF_REPLICAS}
         plan_s_per_count = _planning(clock, steps[-1], costs)
     rates = {
-        "hardware": {name: found[name] for name in FOUND},
+        "hardware": found,
         "links": vars(known.links),
         "costs": {"plan_s_per_count": plan_s_per_count, "begin_s": begin_s},
     }
