@@ -23,8 +23,8 @@ from foreroute.trace import RoutingTrace, concatenate
 from tests.replay.session_subject import Batch, foreign
 from tests.tiers import grid
 
-LENGTHS = (7, 4, 8)
-SEQUENCES = np.split(np.arange(1, 20), np.cumsum(LENGTHS)[:-1])
+LENGTHS = (5, 4, 9)
+SEQUENCES = np.split(np.arange(1, 19), np.cumsum(LENGTHS)[:-1])
 OFFSETS = np.append(0, np.cumsum(LENGTHS)).astype(np.int32)
 NONE = ((), (), ())
 
@@ -58,22 +58,11 @@ def scattered():
 
 
 def packed(*rows):
-    """The sequences of each row one after the other, padded on the right, with positions."""
-    width = max(sum(LENGTHS[s] for s in row) for row in rows)
-    batch = {name: np.zeros((len(rows), width), np.int64) for name in ("input_ids", "position_ids", "attention_mask")}
-    for b, row in enumerate(rows):
-        for name, parts in (
-            ("input_ids", [SEQUENCES[s] for s in row]),
-            ("position_ids", [np.arange(LENGTHS[s]) for s in row]),
-            ("attention_mask", [np.ones(LENGTHS[s], np.int64) for s in row]),
-        ):
-            whole = np.concatenate([*parts, []]).astype(np.int64)
-            batch[name][b, : len(whole)] = whole
-    return batch
-
-
-def without_mask(batch, **more):
-    return {name: given for name, given in batch.items() if name != "attention_mask"} | more
+    """The sequences of each row one after the other, as many tokens in each, with positions."""
+    return {
+        "input_ids": np.stack([np.concatenate([SEQUENCES[s] for s in row]) for row in rows]),
+        "position_ids": np.stack([np.concatenate([np.arange(LENGTHS[s]) for s in row]) for row in rows]),
+    }
 
 
 BATCHES = {
@@ -83,10 +72,9 @@ BATCHES = {
     "right, with positions": with_positions("right"),
     "right, as a pattern": as_pattern(padded("right")),
     "scattered": scattered(),
-    "packed": without_mask(packed([0, 1, 2])),
-    "packed, with lengths": without_mask(packed([0, 1, 2]), cu_seq_lens_q=OFFSETS, cu_seq_lens_k=OFFSETS),
+    "packed": packed([0, 1, 2]),
+    "packed, with lengths": packed([0, 1, 2]) | {"cu_seq_lens_q": OFFSETS, "cu_seq_lens_k": OFFSETS},
     "packed in two rows": packed([0, 1], [2]),
-    "packed above padding": packed([0, 1, 2], []),
 }
 POLICIES = {
     "whole": ({}, NONE),
@@ -207,9 +195,9 @@ def masked(change):
 
 
 REFUSED = {
-    "other token": ("right", put("input_ids", (2, 5), 3), "sequence 2, position 5: token 3 in the batch, 17 in"),
-    "other token, left": ("left", put("input_ids", (1, 8), 3), "sequence 1, position 3: token 3 in the batch, 11 in"),
-    "other token, packed": ("packed", put("input_ids", (0, 18), 3), "sequence 2, position 7: token 3 in the batch"),
+    "other token": ("right", put("input_ids", (2, 5), 3), "sequence 2, position 5: token 3 in the batch, 15 in"),
+    "other token, left": ("left", put("input_ids", (1, 8), 3), "sequence 1, position 3: token 3 in the batch, 9 in"),
+    "other token, packed": ("packed", put("input_ids", (0, 17), 3), "sequence 2, position 8: token 3 in the batch"),
     "other mask": (
         "right",
         masked(lambda mask: np.roll(mask, 1, axis=1)),
@@ -223,16 +211,16 @@ REFUSED = {
         r"attention_mask is of shape \(3, 1, 9, 9\), another pattern than the causal one of a batch",
     ),
     "other start": ("packed", put("position_ids", (0, 3), 0), "the batch has 4 sequences and the trace has 3"),
-    "no start": ("packed", put("position_ids", (0, 7), 1), "the batch has 2 sequences and the trace has 3"),
-    "other lengths": ("packed, with lengths", put("cu_seq_lens_q", 1, 6), "sequence 1, position 0: token 7 in"),
+    "no start": ("packed", put("position_ids", (0, 5), 1), "the batch has 2 sequences and the trace has 3"),
+    "other lengths": ("packed, with lengths", put("cu_seq_lens_q", 1, 4), "restart at 0 elsewhere than at the offsets"),
     "falling lengths": (
         "packed, with lengths",
         put("cu_seq_lens_q", slice(1, 3), (11, 7)),
         "none below the one before",
     ),
-    "other end": ("packed, with lengths", put("cu_seq_lens_q", 3, 20), "run from 0 to 20; expected 0 to 19"),
-    "rows left out": ("right", put("attention_mask", (2, slice(6, None)), 0), "ends after 6 of 8 tokens and leaves"),
-    "longer": ("right", put("attention_mask", (0, 7), 1), "sequence 0 has 8 tokens in the batch and 7 in the trace"),
+    "other end": ("packed, with lengths", put("cu_seq_lens_q", 3, 20), "run from 0 to 20; expected 0 to 18"),
+    "rows left out": ("right", put("attention_mask", (2, slice(6, None)), 0), "ends after 6 of 9 tokens and leaves"),
+    "longer": ("right", put("attention_mask", (0, 5), 1), "sequence 0 has 6 tokens in the batch and 5 in the trace"),
 }
 
 
@@ -266,10 +254,10 @@ def layout_of(side="right", *, to=9):
 
 
 LEFT_OUT = padded("right")
-put("attention_mask", (0, 6), 0)(LEFT_OUT)  # the last token, which alone depends on the row before it
+put("attention_mask", (0, 4), 0)(LEFT_OUT)  # the last token, which alone depends on the row before it
 MORE_STARTS = copy.deepcopy(BATCHES["packed"])
 put("position_ids", (0, 3), 0)(MORE_STARTS)
-FIFTH = ((5,), (), ())
+THIRD = ((3,), (), ())
 THERE = [
     # a batch, options of `trace_of`, of `replay`, and what is wrong if anything is
     (BATCHES["packed"], {}, {"layout": pack(LENGTHS)}, None),
@@ -281,10 +269,10 @@ THERE = [
     (BATCHES["right"], {}, {"layout": layout_of("left")}, "elsewhere"),
     (BATCHES["right"], {}, {"layout": layout_of("right", to=10)}, "elsewhere"),
     (BATCHES["right"], {}, {"layout": pack(LENGTHS)}, "elsewhere"),
-    (BATCHES["right"], {"missing": ((2,), (), ())}, {}, "0 has no route at position 2, and 4 later tokens"),
-    (BATCHES["right"], {"missing": FIFTH}, {}, "0 has no route at position 5, and 1 later tokens"),
-    (LEFT_OUT, {"missing": FIFTH}, {}, None),
-    (BATCHES["right"], {"missing": FIFTH}, {"missing": "native"}, None),
+    (BATCHES["right"], {"missing": ((2,), (), ())}, {}, "0 has no route at position 2, and 2 later tokens"),
+    (BATCHES["right"], {"missing": THIRD}, {}, "0 has no route at position 3, and 1 later tokens"),
+    (LEFT_OUT, {"missing": THIRD}, {}, None),
+    (BATCHES["right"], {"missing": THIRD}, {"missing": "native"}, None),
 ]
 
 

@@ -6,6 +6,7 @@ The oracle of packed rows is one forward per sequence.
 import numpy as np
 import pytest
 import torch
+from transformers import DynamicCache
 
 import foreroute as fr
 from foreroute.adapters import hf
@@ -70,21 +71,85 @@ def test_without_positions_a_packed_row_is_refused():
     with pytest.raises(BatchMismatchError, match=r"batch.*1 sequences.*6"), routed.replay(trace):
         model(input_ids=packed(ROWS["one row"])["input_ids"])
     with pytest.raises(BatchMismatchError, match=r"holds.*sequences \[1, 0, 2, 3, 4, 5\]"), routed.replay(trace):
-        model(**packed([[1, 0, 2, 3, 4, 5]]))
+        model(**packed([[1, 0, 2, 3, 4, 5]]), use_cache=False)
+
+
+def offsets(rows):
+    """As `cu_seq_lens_q` has them."""
+    return torch.tensor([0, *np.cumsum([len(sequences_of(ALONE)[s]) for s in rows[0]])])
+
+
+def ones(given):
+    return torch.ones_like(given["input_ids"])
+
+
+def without_positions(given):
+    return {name: value for name, value in given.items() if name != "position_ids"}
+
+
+ONE_ROW = ROWS["one row"]
+TAKEN_FOR_ONE = {
+    "a cache by default": (lambda given: given, "use_cache=False"),
+    "a cache that is given": (lambda given: given | {"past_key_values": DynamicCache()}, "use_cache=False"),
+    "a mask": (lambda given: given | {"attention_mask": ones(given), "use_cache": False}, "attention_mask"),
+    "offsets alone": (
+        lambda given: without_positions(given) | {"cu_seq_lens_q": offsets(ONE_ROW), "use_cache": False},
+        "position_ids that restart",
+    ),
+    "offsets beside other positions": (
+        lambda given: packed([[1, 0, 2, 3, 4, 5]]) | {"cu_seq_lens_q": offsets(ONE_ROW), "use_cache": False},
+        "elsewhere than at the offsets",
+    ),
+}
+
+
+@pytest.mark.shows(
+    "Hugging Face",
+    "packed rows beside an attention mask or a cache",
+    refused="transformers' attention takes a row for one sequence",
+)
+@pytest.mark.parametrize("attention", ["sdpa", "eager"])
+@pytest.mark.parametrize(("given", "message"), TAKEN_FOR_ONE.values(), ids=TAKEN_FOR_ONE)
+def test_packed_rows_that_attention_takes_for_one_sequence_are_refused(attention, given, message):
+    """And rightly so: without a session the logits of later sequences are others than alone."""
+    model, routed, trace = with_routes(ALONE)
+    model.set_attn_implementation(attention)
+    with torch.no_grad():
+        alone = torch.cat([model(input_ids=torch.from_numpy(each)[None]).logits[0] for each in sequences_of(ALONE)])
+        assert (model(**given(packed(ONE_ROW))).logits[0] - alone).abs().max() > 0.1
+        for session in (routed.replay(trace), routed.record()):
+            with pytest.raises(BatchMismatchError, match=message), session:
+                model(**given(packed(ONE_ROW)))
+
+
+def test_positions_that_restart_at_the_offsets_are_enough_and_checkpointing_makes_no_cache():
+    model, routed, trace = with_routes(ALONE)
+    given = packed(ONE_ROW)
+    with torch.no_grad():
+        expected = logits_alone(model, routed, trace, ONE_ROW[0])
+    with routed.replay(trace):
+        seen = model(**given, cu_seq_lens_q=offsets(ONE_ROW), use_cache=False).logits[0]
+    torch.testing.assert_close(seen, expected, rtol=0, atol=2e-5)
+    model.train().gradient_checkpointing_enable()
+    with routed.replay(trace):
+        seen = model(**given).logits[0]
+        seen.sum().backward()
+    torch.testing.assert_close(seen, expected, rtol=0, atol=2e-5)
 
 
 def test_padding_at_the_end_of_a_row_is_sequences_without_a_route():
     model, routed, trace = with_routes(ALONE)
     batch = {name: torch.nn.functional.pad(value, (0, 2)) for name, value in packed(ROWS["one row"]).items()}
     with pytest.raises(BatchMismatchError, match=r"batch.*8 sequences"), routed.replay(trace):
-        model(**batch)
+        model(**batch, use_cache=False)
     padded = fr.concatenate([trace, fr.RoutingTrace.unrouted(trace.spec, [[0], [0]])])
     with routed.replay(padded), routed.record() as recording, torch.no_grad():
-        model(**batch)
+        model(**batch, use_cache=False)
     assert np.array_equal(recording.trace().expert_ids_NLK[:-2], trace.expert_ids_NLK)
 
 
-def test_packed_sequences_cannot_go_on_over_a_cache():
+def test_packed_sequences_cannot_go_on_over_a_cache(monkeypatch):
+    monkeypatch.setattr("foreroute.adapters.hf.forward_tokens.MASKED", ())  # as under kernels of varying lengths
     model = tiny("qwen3_moe")
     routed = hf.attach(model)
     with routed.record() as recording, torch.no_grad():

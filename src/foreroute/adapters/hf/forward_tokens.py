@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn import functional
 
 from foreroute.adapters.hf.pixels import ARGUMENTS, ImageTokens, given_images
@@ -26,6 +26,10 @@ from foreroute.replay.rows import to_host
 
 TEXT = ("input_ids", "attention_mask", "position_ids", "cu_seq_lens_q")
 """Arguments that tell which token is where; `pixels.ARGUMENTS` are the others."""
+MASKED = ("eager", "sdpa", "flex_attention")
+"""Implementations of attention that transformers makes masks for. These keep sequences of a row apart where it is given
+`position_ids` without an attention mask and without a cache (`masking_utils._preprocess_mask_arguments`), and ignore
+`cu_seq_lens_q`. Kernels of varying lengths look at positions or offsets themselves."""
 
 
 @dataclass(eq=False, repr=False)
@@ -44,6 +48,8 @@ class ForwardTokens:
     pixels: dict[str, Tensor] = field(default_factory=dict)
     begins: bool = False  # whether the first token of each row must be at position 0: no cache holds any before
     cache_was_seen: bool = True  # whether the cache was compared with what the forward before left of it
+    is_masked: bool = False  # whether attention is of `MASKED`
+    keeps_cache: bool = False  # whether the model is given a key-value cache, or makes one
     given: dict[str, Any] = field(default_factory=dict)  # arguments of the call that tell all this, if known
     is_causal: Tensor | None = field(init=False, default=None)  # bool [], whether a pattern is that of a batch
 
@@ -66,7 +72,12 @@ class ForwardTokens:
 
     @classmethod
     def of_call(
-        cls, names: list[str], images: ImageTokens | None, args: tuple[Any, ...], kwargs: dict[str, Any]
+        cls,
+        trunk: nn.Module,
+        names: list[str],
+        images: ImageTokens | None,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
     ) -> ForwardTokens:
         """Find the arguments among those of a call whose parameters have these names. In a graph nothing is read."""
         given = dict(zip(names, args, strict=False)) | kwargs
@@ -103,6 +114,8 @@ class ForwardTokens:
             # a part of longer sequences, as under context parallelism, is run without a cache
             begins=not has_past and given.get("use_cache") is not False,
             given={name: given[name] for name in (*TEXT, *ARGUMENTS) if given.get(name) is not None},
+            is_masked=getattr(getattr(trunk, "config", None), "_attn_implementation", None) in MASKED,
+            keeps_cache=cache is not None or _makes_cache(trunk, given),
         )
 
     def find_sequences(self) -> tuple[Tensor, Tensor | None, list[Tensor]]:
@@ -121,6 +134,12 @@ class ForwardTokens:
         if not self.may_be_packed:
             return kept_BT, None, wrongs
         starts_BT = kept_BT & (kept_BT.cumsum(1) == 1)
+        restarts = None  # by positions, where these are looked at
+        if self.position_ids is not None and (cumulative is None or self.is_masked):
+            positions = self.text_positions.to(self.device, non_blocking=True)
+            if positions.shape[1] != width or positions.shape[0] not in (1, rows):
+                self.raise_wrong()
+            restarts = positions == 0
         if cumulative is not None:
             if rows != 1 or not len(cumulative):
                 self.raise_wrong()
@@ -128,14 +147,28 @@ class ForwardTokens:
             wrongs.append((ends.diff() < 0).any() | (ends[0] != 0) | (ends[-1] != width))
             begins = torch.zeros(width + 1, dtype=torch.bool, device=self.device)
             begins = begins.scatter(0, ends.clamp(0, width), True)[:-1]
+            if restarts is not None:
+                wrongs.append((kept_BT & ~starts_BT & (restarts != begins)).any())
         else:
-            positions = self.text_positions.to(self.device, non_blocking=True)
-            if positions.shape[1] != width or positions.shape[0] not in (1, rows):
-                self.raise_wrong()
-            begins = positions == 0
+            assert restarts is not None, "a batch that may be packed has positions or offsets"
+            begins = restarts
             if self.begins:
                 wrongs.append((starts_BT & ~begins).any())
-        return kept_BT, starts_BT | (kept_BT & begins), wrongs
+        starts_BT = starts_BT | (kept_BT & begins)
+        if self._mixes:
+            wrongs.append((starts_BT.sum(1) > 1).any())
+        return kept_BT, starts_BT, wrongs
+
+    @property
+    def _mixes(self) -> str:
+        """What makes attention take a row for one sequence, whatever is said of where others begin; or nothing."""
+        if not self.is_masked:
+            return ""
+        if self.position_ids is None:
+            return "without position_ids that restart at 0 with each of them; pass these too"
+        if self.mask is not None:
+            return "with an attention_mask; leave it out, or give each sequence a row"
+        return "with a key-value cache; pass use_cache=False" if self.keeps_cache else ""
 
     def on_host(self) -> tuple[NDArray[np.int64], NDArray[np.bool_], NDArray[np.bool_] | None]:
         """Copy tokens [B, T], what is no padding, and first tokens where rows hold several sequences, to the host."""
@@ -158,13 +191,26 @@ class ForwardTokens:
             kept_BT = kept_by(to_host(self.mask))[:, self.mask.shape[1] - self.shape[1] :]
         if not self.may_be_packed:
             return
+        by_positions_BT = None
+        if self.position_ids is not None and (self.cumulative is None or self.is_masked):
+            by_positions_BT = starts_from_positions(to_host(self.text_positions), kept_BT)
         if self.cumulative is not None:
-            starts_from_cumulative_lengths(to_host(self.cumulative), kept_BT)
-            return
-        positions = to_host(self.text_positions)
-        starts_from_positions(positions, kept_BT)
-        if self.begins:
-            _require_beginning(positions, kept_BT)
+            starts_BT = starts_from_cumulative_lengths(to_host(self.cumulative), kept_BT)
+            if by_positions_BT is not None and (by_positions_BT != starts_BT).any():
+                raise BatchMismatchError(
+                    "position_ids restart at 0 elsewhere than at the offsets in cu_seq_lens_q, at which transformers' "
+                    "attention does not look here; pass positions that restart with each sequence"
+                )
+        else:
+            assert by_positions_BT is not None, "a batch that may be packed has positions or offsets"
+            starts_BT = by_positions_BT
+            if self.begins:
+                _require_beginning(to_host(self.text_positions), kept_BT)
+        most = int(starts_BT.sum(axis=1).max(initial=0))
+        if most > 1 and self._mixes:
+            raise BatchMismatchError(
+                f"a row of the batch holds {most} sequences, and transformers' attention takes it for one {self._mixes}"
+            )
 
     def cached_padding_B(self) -> NDArray[np.int64]:
         """Count the cached positions of each row that are padding, on the left, int64 [B]. Waits for the mask."""
@@ -266,6 +312,15 @@ def _require_beginning(positions: NDArray[Any], kept_BT: NDArray[np.bool_]) -> N
             f"position_ids begin at {first_B[late[0]]} in row {late[0]} of the batch, {NO_CACHE}; or the batch is a "
             "part of longer sequences, as under context parallelism: then say use_cache=False"
         )
+
+
+def _makes_cache(trunk: nn.Module, given: dict[str, Any]) -> bool:
+    """Say whether transformers makes a cache in this call; under checkpointing it makes none."""
+    uses = given.get("use_cache")
+    if uses is None:
+        uses = getattr(getattr(trunk, "config", None), "use_cache", False)
+    checkpoints = getattr(trunk, "gradient_checkpointing", False) and trunk.training and torch.is_grad_enabled()
+    return bool(uses) and not checkpoints
 
 
 def _require_offsets(cumulative: Any) -> None:

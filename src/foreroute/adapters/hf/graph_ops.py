@@ -44,11 +44,23 @@ def begin_pass(
     past: int,
     counted: Tensor | None,
     begins: bool,
+    is_masked: bool,
+    keeps_cache: bool,
 ) -> Tensor:
     """Begin a pass, by `TransformerHooks.begin_from_graph`. A static cache has counted its positions in a tensor."""
     ledger.add_(1)
     past = past if counted is None else int(counted)
-    batch = ForwardTokens(input_ids, mask, positions, cumulative, past, begins=begins, cache_was_seen=False)
+    batch = ForwardTokens(
+        input_ids,
+        mask,
+        positions,
+        cumulative,
+        past,
+        begins=begins,
+        cache_was_seen=False,
+        is_masked=is_masked,
+        keeps_cache=keeps_cache,
+    )
     batch.digests_BT = digests
     return _hooks[name].begin_from_graph(batch)
 

@@ -242,7 +242,7 @@ class TransformerHooks(TrunkHooks):
         self._name_in_graphs = graph_ops.register(self)
 
     def read_args(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> ForwardTokens:
-        return ForwardTokens.of_call(self.names, self.images, args, kwargs)
+        return ForwardTokens.of_call(self.trunk, self.names, self.images, args, kwargs)
 
     def _encode(self, encode: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         result = encode(*args, **kwargs)
@@ -307,6 +307,8 @@ class TransformerHooks(TrunkHooks):
             past if counted is None else 0,
             counted,
             batch.begins,
+            batch.is_masked,
+            batch.keeps_cache,
         )
         rows = Rows(ids_LRK) if self.options.routes else None
         current = self.open_pass(rows, batch.num_router_rows, batch.device)
