@@ -20,7 +20,7 @@ from tests.doctor.planted_roots import SIZES, rollout, trainer
 from tests.report.pages import text_of
 from tests.tiers import grid
 
-pytestmark = pytest.mark.usefixtures("unwired", "unpainted")
+pytestmark = pytest.mark.usefixtures("unwired")
 
 
 class Replays:
@@ -120,6 +120,7 @@ def test_the_first_order_is_near_and_cheap_in_deep_models_too():
     assert max(errors) <= 0.035
 
 
+@pytest.mark.usefixtures("unpainted")
 def test_an_engine_that_agrees_and_responses_of_no_token_are_no_gap(tmp_path):
     model = trainer("qwen3_moe", 4)
     generation, _ = rollout(model, "float32", sequences=4)

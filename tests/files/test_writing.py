@@ -35,7 +35,7 @@ def killed_in(function, target, open_files=writing.OPEN_FILES):
 
 
 def at_once(write, number):
-    """Processes that begin `write(n)` as nearly at once as may be; their exit codes."""
+    """Processes that begin `write(n)` as nearly at once as may be; their exit codes, None of one that hangs."""
     forked = multiprocessing.get_context("fork")
     barrier = forked.Barrier(number)
 
@@ -47,8 +47,11 @@ def at_once(write, number):
     for run in runs:
         run.start()
     for run in runs:
-        run.join()
-    return [run.exitcode for run in runs]
+        run.join(60)
+    codes = [run.exitcode for run in runs]
+    for run in runs:
+        run.kill()
+    return codes
 
 
 @pytest.mark.parametrize("content", [b"new", "new", lambda file: file.write(b"new")])

@@ -8,6 +8,7 @@ there before must be there afterwards. What cannot work must be refused (2). Ker
 import gc
 import hashlib
 import importlib
+import logging
 import os
 import re
 import resource
@@ -106,6 +107,8 @@ def run(case, here, good):
             else:
                 os.close(end)
                 del open_ends[end]
+        if hung:
+            os.kill(pid, signal.SIGKILL)  # it may be the leader of no group yet
         if hung or ended not in open_ends:
             with suppress(ProcessLookupError):  # processes that it started and left behind hold the pipes open
                 os.killpg(pid, signal.SIGKILL)
@@ -200,6 +203,7 @@ def _child(case, here, good, outputs):
     code = 1
     try:
         os.setsid()
+        gc.freeze()  # what pytest's process has left is not collected here, where its files are closed
         _arrange_streams(case, outputs)
         os.environ.update(case.environment, HOME=str(here))
         os.chdir(here)
@@ -211,6 +215,9 @@ def _child(case, here, good, outputs):
             os.setgroups([])
             os.setgid(NOBODY)
             os.setuid(NOBODY)
+        # as an interpreter has them, not as pytest does
+        sys.unraisablehook, threading.excepthook = sys.__unraisablehook__, threading.__excepthook__
+        logging.getLogger().handlers.clear()
         warnings.simplefilter("ignore")  # whole numbers overflow on purpose in kernels that are not compiled
         sys.argv = ["foreroute", *_command(case, good)]
         from foreroute.cli.main import main
@@ -271,7 +278,6 @@ def _load_everything():
         importlib.import_module(f"foreroute.report.{name}")
     for name in ("jinja2", "matplotlib.backends.backend_svg", "matplotlib.colors", "matplotlib.ticker"):
         importlib.import_module(name)
-    gc.freeze()
 
 
 def _contents(folder):

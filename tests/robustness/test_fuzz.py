@@ -102,7 +102,7 @@ def readers(folder):
 
 @pytest.mark.slow
 def test_every_kind_of_defect_is_seen():
-    found = attack("tests.robustness.test_fuzz:readers", 100, hangs_after_s=2, most_failures=1)
+    found = attack("tests.robustness.test_fuzz:readers", 100, hangs_after_s=4, most_failures=1)
     assert {name: seen(tally) for name, tally in found.items()} == {
         "sound": set(),
         "accepts damage": {"accepted wrong"},

@@ -33,16 +33,21 @@ AT_ONCE = [
     *("gpt_oss", "hunyuan_v1_moe", "inkling", "jamba", "jetmoe", "lfm2_moe", "llama4", "longcat_flash"),
     *("mixtral", "olmoe", "phimoe", "qwen3_moe", "qwen3_vl_moe", "step3p7", "zaya"),
 ]
-"""Without the mark `slow`: one of each kind of gate, selection and attention. The others are like one of them."""
+"""One of each kind of gate, selection and attention, of which `make test` has most checks. The others are like one."""
+OWN_SELECTION = ["dbrx", "deepseek_v4", "jetmoe", "phimoe", "zaya"]
+"""These do not select by one top-k in the forward of a router."""
 AT_ONCE_BY_TURNS = [native, gradient]
 """Each runs the model forward and backward; `make test` has one of them of a family."""
 BY_TURNS = [checkpointing, backends]
 LONG = [*BY_TURNS, configuration]
-"""These take most of the time, and find what families alike have alike: a family has one of the first two by day."""
+"""These take most of the time, and find what families alike have alike.
+
+A family has one of the first two by day: checkpointing, where its selection is its own.
+"""
 OF_EACH = [foreign, weights]
 """What is shown by day of families that are like one of `AT_ONCE` too."""
 LONG_AT_ONCE = ["deepseek_v3", "gpt_oss", "qwen3_moe"]
-"""Families of which these are no slow tests; """
+"""Families of which `make test` has every check."""
 ROUTES_NO_TOKENS = {"granite_docling": "its density router regresses a number of pages; there are no experts"}
 
 
@@ -72,7 +77,8 @@ def marks_of(name, check):
     if name in LONG_AT_ONCE or check not in [*LONG, AT_ONCE_BY_TURNS[turn]]:
         return ()
     # of those with indexers, test_without_weights.py has the configuration by day
-    is_by_night = name in SPARSE if check is configuration else check is BY_TURNS[turn]
+    by_night = backends if name in OWN_SELECTION else BY_TURNS[turn]
+    is_by_night = name in SPARSE if check is configuration else check is by_night
     return pytest.mark.exhaustive if is_by_night else pytest.mark.slow
 
 

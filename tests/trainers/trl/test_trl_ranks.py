@@ -90,12 +90,9 @@ def train_all(rank, folder):
     results = {}
     for name, settings in RUNS.items():
         settings = {"optim": "sgd", "learning_rate": 0.1, "max_steps": 2, "reward_funcs": told_apart, **settings}
-        for variable, value in FSDP2.items():
-            os.environ.pop(variable, None)
-            if settings.get("fsdp"):
-                os.environ[variable] = value
-        settings.pop("fsdp", None)
-        AcceleratorState._reset_state(reset_partial_state=True)
+        forget_runs()
+        if settings.pop("fsdp", False):
+            os.environ.update(FSDP2)
         model, drawn = policy(), Drawn(rank, skew=0.5)
         if implementation := settings.pop("implementation", None):
             spread = DistributedConfig(fsdp_size=2, ep_size=2, ep_implementation=implementation)
@@ -115,8 +112,15 @@ def train_all(rank, folder):
         unfit = hardware_preset("h100").topology(num_ranks=ranks, redundant_slots=slots)
         with pytest.raises(ConfigError, match=f"has {ranks} ranks of {slots} slots; expected 2, which share"):
             make(f"{folder}/unfit", **settings | {"topology": unfit})
-    AcceleratorState._reset_state(reset_partial_state=True)
+    forget_runs()
     return results
+
+
+def forget_runs():
+    """What accelerate keeps in a process of the ones before."""
+    for variable in FSDP2:
+        os.environ.pop(variable, None)
+    AcceleratorState._reset_state(reset_partial_state=True)
 
 
 def measure(rank, folder):
@@ -249,6 +253,7 @@ dataset, tokenizer = Dataset.from_dict({"prompt": [f"many vowels {n}: " for n in
 def run_page(rank, folder, blocks, compares):
     """What a process of torchrun prints, in the group that is there; and whether plans changed its weights."""
     as_torchrun_does(rank)
+    forget_runs()
     page = {"__name__": "__main__"}
     with redirect_stdout(io.StringIO()) as printed, chdir(folder), patch.object(dist, "init_process_group") as begun:
         for block in [READERS, *blocks]:

@@ -68,13 +68,15 @@ def test_gradients_are_those_of_sampled_tokens_under_the_routes_of_their_turns(s
         "engine": {"rollout_func": rollout_with(engine)},
         "branches": {"rollout_func": branching(engine), "tools": ()},
     }[source]
-    trainer = trained(folder, model=model, max_completion_length=100, **chosen)  # some of which have three turns
+    trainer = trained(folder, model=model, max_completion_length=100, **chosen)
     sequences = list(sequences_of(trainer))
     turns = [np.diff(sampled.astype(int)).clip(0).sum() for _, sampled, _ in sequences]
-    assert max(turns) > 1
+    own = source in ("generate", "environment")
+    assert max(turns) > (2 if own else 1), (
+        "some have three turns where TRL generates, and two where `rollout_func` does"
+    )
     assert min(np.abs([advantage for *_, advantage in sequences])) > 0
     assert any(not sampled[np.flatnonzero(sampled)[0] :].all() for _, sampled, _ in sequences)
-    own = source in ("generate", "environment")
     routes_of = (
         (lambda tokens: native(before, tokens)[0][:-1])
         if own
