@@ -29,7 +29,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Collection, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
@@ -40,6 +40,7 @@ from foreroute.core.deferred_checks import DeferredChecks
 from foreroute.core.hooks import ModelHooks
 from foreroute.core.passes import Interceptor, RecordOptions
 from foreroute.core.routed import HookedModel, Replaying
+from foreroute.core.unopened import opened_by_with
 from foreroute.errors import ConfigError, ReplayError
 from foreroute.layout import Layout
 from foreroute.replay.arguments import as_version, require_switches, require_version
@@ -109,7 +110,7 @@ class RoutedModel(HookedModel, ABC):
             raise ReplayError("no micro-batch is being replayed now; ask inside of a replay, after the model has run")
         return self._replayed
 
-    @contextmanager
+    @opened_by_with
     def record(
         self,
         *,
@@ -153,7 +154,7 @@ class RoutedModel(HookedModel, ABC):
         with self.listening(recording):
             yield recording
 
-    @contextmanager
+    @opened_by_with
     def replay(
         self,
         routes: Any,
