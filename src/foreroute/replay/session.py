@@ -50,7 +50,7 @@ from foreroute.trace import NO_VERSION, IndexerSpec, RoutingSpec
 if TYPE_CHECKING:
     from foreroute.mismatch import RoutingMismatch
     from foreroute.replay.counting import Telemetry
-    from foreroute.replay.recording import ForwardRows, RecordedPass, Recording
+    from foreroute.replay.recording import CheckRollout, ForwardRows, RecordedPass, Recording
 
 
 class RoutedModel(HookedModel, ABC):
@@ -63,6 +63,8 @@ class RoutedModel(HookedModel, ABC):
 
     padding: PaddingRows = "native"
     """Who picks for padding, where a replay does not say so."""
+    check_rollout: CheckRollout | None = None
+    """What looks at the tokens of rollouts, where a framework knows more of them than the trace."""
 
     def __init__(
         self,
@@ -151,6 +153,7 @@ class RoutedModel(HookedModel, ABC):
         asked = {"margins": margins, "native": native, "deficits": native, "others": indexers}
         options = RecordOptions(caches=True, **{name: bool(switch) for name, switch in asked.items()})
         recording = Recording(self.spec, len(self.chunks), self.rows_of, stamped, self._provenance, options)
+        recording.check_rollout = self.check_rollout
         with self.listening(recording):
             yield recording
 
