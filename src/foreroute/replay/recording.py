@@ -56,7 +56,7 @@ class Recording(Interceptor):
     device until they are asked for.
     """
 
-    check_rollout: CheckRollout | None = None
+    _check_rollout: CheckRollout | None = None
 
     def __init__(
         self,
@@ -125,8 +125,8 @@ class Recording(Interceptor):
             ReplayError: when no forward ran in the session.
         """
         tokens = _tokens_of(sequences, attention_mask)
-        if self.check_rollout is not None:
-            self.check_rollout(tokens)
+        if self._check_rollout is not None:
+            self._check_rollout(tokens)
         spec = self._spec
         if any(self._passes) or any(len(each) > 1 for each in tokens):
             inputs = _inputs_of(self.trace(), tokens)

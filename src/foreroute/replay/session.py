@@ -63,7 +63,7 @@ class RoutedModel(HookedModel, ABC):
 
     padding: PaddingRows = "native"
     """Who picks for padding, where a replay does not say so."""
-    check_rollout: CheckRollout | None = None
+    _check_rollout: CheckRollout | None = None
     """What looks at the tokens of rollouts, where a framework knows more of them than the trace."""
 
     def __init__(
@@ -153,7 +153,7 @@ class RoutedModel(HookedModel, ABC):
         asked = {"margins": margins, "native": native, "deficits": native, "others": indexers}
         options = RecordOptions(caches=True, **{name: bool(switch) for name, switch in asked.items()})
         recording = Recording(self.spec, len(self.chunks), self.rows_of, stamped, self._provenance, options)
-        recording.check_rollout = self.check_rollout
+        recording._check_rollout = self._check_rollout
         with self.listening(recording):
             yield recording
 

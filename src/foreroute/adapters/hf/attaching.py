@@ -66,7 +66,7 @@ def attach(model: nn.Module) -> RoutedTransformer:
         return routed
 
     routed = attach_by(model, make_hooks, finish)
-    routed.check_rollout = partial(warn_of_padding, model)
+    routed._check_rollout = partial(warn_of_padding, model)
     if about := about_packed(routed.routers):
         warnings.warn(about, stacklevel=2)
     return routed
