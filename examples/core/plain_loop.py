@@ -30,7 +30,7 @@ for step in range(3):
     engine.load_state_dict(model.state_dict())
     prompts = torch.randint(0, 64, (4, 6))
     with attach(engine).record() as rollout:
-        tokens = engine.generate(prompts, max_new_tokens=10, do_sample=True, top_k=0)
+        tokens = engine.generate(prompts, max_new_tokens=10, do_sample=True, temperature=1.0, top_p=1.0, top_k=0)
     [routes] = rollout.ids()  # [B, T - 1, L, K]: the last token was sampled, and never an input
     routes = torch.cat([routes, torch.full_like(routes[:, :1], -1)], 1)
     model.train()

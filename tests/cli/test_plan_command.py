@@ -69,7 +69,9 @@ def test_counts_to_table_plan_and_page(files, tmp_path):
     given_rates = described(load_cluster(files / "cluster.toml"))
     priced = {key for table, keys in given_rates.items() if table != "topology" for key in keys}
     said = " ".join(result.stdout.split())
-    for key in priced:  # every one with its unit, so that a wrong unit is seen
+    assert "4 ranks in nodes of 2," in said
+    assert "ranks_per_node" not in said, "that of the preset is 8"
+    for key in priced - {"ranks_per_node"}:  # every one with its unit, so that a wrong unit is seen
         assert re.search(rf"\b{key} [\w.]", said), key
     assert "layer_s 40 us," in said
     assert "trial_s_per_count 10 ns" in said
@@ -224,6 +226,7 @@ def test_the_step_before_from_traces(files):
         ("counts.safetensors --previous three.safetensors", "has 3 layers of 8 experts"),
         ("counts.safetensors --previous two.safetensors", "is a plan of [2, 8] layers and experts on 2 ranks"),
         ("counts.safetensors --previous three.safetensors --previous counts.safetensors", "leave out the 1 other"),
+        ("step-000000.safetensors --previous step-000000.safetensors", "sequences of the step itself"),
         ("step-000000.safetensors other.safetensors", "other.safetensors"),
         ("counts.safetensors --output plan.html", "is the name of the page"),
         ("large.safetensors", "describes a model with top-2 of 8 experts, the input has 16 experts"),
@@ -242,6 +245,21 @@ def test_a_users_error_is_one_message_and_exit_code_2(files, words, message):
     assert message in result.stderr
     assert result.stdout == ""
     assert not list(files.glob("plan.*")), "nothing is written"
+
+
+def test_counts_of_the_step_itself_are_not_those_of_the_step_before(files, tmp_path):
+    """Nor, on the way, is a link priced that one node does not have."""
+    save_counts(counts()[::-1], tmp_path / "same.safetensors")
+    (tmp_path / "one.toml").write_text(CLUSTER.replace("ranks_per_node = 2, ", "") + "links.cluster_bytes_per_s = 9e9")
+    given = f"counts.safetensors --topology {tmp_path / 'one.toml'} --output {tmp_path / 'a.safetensors'} --overwrite"
+    for before, is_told in (("before.safetensors", False), (tmp_path / "same.safetensors", True)):
+        result = plan(f"{given} --previous {before}", files)
+        assert result.returncode == 0, result.stderr
+        assert ("the very counts of the step itself" in " ".join(result.stderr.split())) == is_told
+    said = " ".join(result.stdout.split())
+    assert "4 ranks in one node (ranks_per_node 4), which needs no cluster link" in said
+    assert "cluster_bytes_per_s" not in said
+    assert "node_bytes_per_s 340 GB/s" in said
 
 
 def test_every_option_of_the_planner_can_be_set():

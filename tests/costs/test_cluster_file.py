@@ -2,6 +2,7 @@
 
 import re
 import tomllib
+import warnings
 from pathlib import Path
 
 import pytest
@@ -72,6 +73,33 @@ def test_a_link_of_a_preset_does_not_outrun_that_of_a_file_in_silence(links, ran
         return
     with pytest.raises(ConfigError, match=rf"nearer than ranks of the same node\. Set {left} too"):
         parse_cluster(given, source="x")
+
+
+@pytest.mark.parametrize(
+    ("hardware", "links", "told"),
+    [
+        *(({"preset": name}, {}, None) for name in HARDWARE),
+        (
+            {"preset": "h100", "gemm_flops_per_s": 6e11},
+            {},
+            r"gemm_flops_per_s is 6e\+11, and GPUs reach 1e\+12 .* FLOP/s",
+        ),
+        ({"preset": "h100", "gemm_flops_per_s": 6e17}, {}, "gemm_flops_per_s"),
+        ({"preset": "h100", "memory_bytes_per_s": 3e9}, {}, "memory_bytes_per_s is 3e.09, and .* bytes per second"),
+        ({"preset": "h100", "memory_bytes_per_s": 3e15}, {}, "memory_bytes_per_s"),
+        ({"preset": "h100", "gemm_flops_per_s": 6e9, "memory_bytes_per_s": 3e9, "tile_rows": 1}, {}, None),
+        ({"preset": "h100"}, {"node_bytes_per_s": 45e9, "cluster_bytes_per_s": 340e9}, "nearer than ranks of the same"),
+        ({"preset": "h100", "ranks_per_node": 64}, {"node_bytes_per_s": 4e9, "cluster_bytes_per_s": 3e11}, None),
+    ],
+)
+def test_rates_that_no_gpu_reaches_are_told_once(hardware, links, told):
+    """Every preset passes, and so do processes on a CPU, and links that one node does not use."""
+    topology = {"num_ranks": 64 if hardware["preset"] != "gb200" else 144, "redundant_slots": 2}
+    with warnings.catch_warnings(record=True) as found:
+        warnings.simplefilter("default")
+        for _ in range(2):
+            parse_cluster({**USUAL, "topology": topology, "hardware": hardware, "links": links}, source="x")
+    assert [bool(re.search(told or "", str(each.message))) for each in found] == [True] * bool(told)
 
 
 RATES = {

@@ -2,6 +2,7 @@
 
 import copy
 import pickle
+import warnings
 
 import numpy as np
 import pytest
@@ -86,6 +87,18 @@ def check_a_session_without_a_forward_is_no_silent_no_op(framework):
         pass
     refuses(ReplayError, "nothing was recorded", recording.trace)
     refuses(ReplayError, "no micro-batch is being replayed", lambda: on.routed.session)
+
+
+def check_a_session_that_nobody_opens_warns(framework):
+    on, trace = prepared(framework)
+    for name, given in (("replay", [trace]), ("record", [])):
+        with pytest.warns(UserWarning, match=rf"{name}\(\) was never opened.*`with routed\.{name}") as told:
+            getattr(on.routed, name)(*given)
+        assert [each.filename for each in told] == [__file__]
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", UserWarning)
+        with on.routed.record(), on.routed.replay(trace):
+            on.run(batch_of())
 
 
 def check_replays_do_not_nest_and_recordings_go_around_or_inside(framework):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import shlex
 import sys
 import tomllib
+import warnings
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from datetime import date
@@ -55,7 +56,7 @@ from foreroute.simulate.compare import compare_plan, timed_plan
 from foreroute.simulate.methods import BALANCERS
 from foreroute.simulate.steps import TOKEN_BUDGET, packed, packed_sequences, read_traces
 from foreroute.simulate.ways import ways_to_level
-from foreroute.trace import RoutedLayer, RoutingTrace
+from foreroute.trace import RoutedLayer, RoutingTrace, digest
 from foreroute.trace.operations import count_assignments
 
 
@@ -213,7 +214,7 @@ def read_step(
         counts_MLGE=counts_MLGE,
         cluster=cluster,
         home_LE=home_LE,
-        previous_LE=_loads(before, shape) if before else None,
+        previous_LE=_loads_before(before, counts_MLGE, read) if before else None,
         facts=facts,
         layers=read[0].spec.layers if read else (),
         packing=packing,
@@ -267,6 +268,9 @@ def _facts(step: StepToPlan, options: PlanOptions) -> dict[str, str]:
     assignments = int(step.counts_MLGE.sum(dtype=np.int64))
     # what counts do not tell: seconds and bytes are of these layers
     tokens = f"{assignments / (num_layers * model.top_k):,.0f} tokens at top-{model.top_k}"
+    nodes = f"nodes of {topology.ranks_per_node}"
+    if topology.num_nodes == 1:
+        nodes = f"one node (ranks_per_node {num_ranks}), which needs no cluster link"
     sooner = ", or sooner where traffic between nodes counts" if topology.num_nodes > 1 else ""
     moves = "any number of homes may move" if options.home_moves is None else "homes stay"
     switched = [
@@ -277,8 +281,7 @@ def _facts(step: StepToPlan, options: PlanOptions) -> dict[str, str]:
     return {
         "step": f"{num_micro_steps} micro-step{'s' * (num_micro_steps > 1)} of {num_layers} of the model's "
         f"{model.num_layers} layers, {num_experts} experts, {assignments:,} assignments: {tokens}",
-        "cluster": f"{num_ranks} ranks in nodes of {topology.ranks_per_node}, redundant slots per rank: "
-        f"{topology.redundant_slots}",
+        "cluster": f"{num_ranks} ranks in {nodes}, redundant slots per rank: {topology.redundant_slots}",
         "options": ", ".join(switched),
     }
 
@@ -355,16 +358,29 @@ def _homes(previous: Sequence[Path], topology: Topology, shape: tuple[int, ...])
     return plan.home_LE
 
 
-def _loads(paths: Sequence[Path], shape: tuple[int, int]) -> NDArray[np.int64]:
-    """Read assignments [L, E] of the step before, from a counts file or from traces."""
+def _loads_before(
+    paths: Sequence[Path], counts_MLGE: NDArray[np.int32], read: Sequence[RoutingTrace]
+) -> NDArray[np.int64]:
+    """Read assignments [L, E] of the step before, from a counts file or from traces that are not those of this step."""
+    shape = counts_MLGE.shape[1], counts_MLGE.shape[3]
     if (counts := _counts_file(paths)) is not None:
         loads_LE: NDArray[np.int64] = load_counts(counts).sum(axis=(0, 2), dtype=np.int64)
     else:
-        parts = [count_assignments(trace, np.zeros(len(trace), np.int64)).sum(axis=0) for trace in read_traces(paths)]
+        traces, own = read_traces(paths), {digest(trace) for trace in read}
+        for path, trace in zip(paths, traces, strict=True):
+            if len(trace) and digest(trace) in own:
+                raise InputError(f"--previous {path} holds sequences of the step itself; give those of the step before")
+        parts = [count_assignments(trace, np.zeros(len(trace), np.int64)).sum(axis=0) for trace in traces]
         loads_LE = np.sum(parts, axis=0)
     if loads_LE.shape != shape:
         raise CountsError(
             f"{paths[0]} has {loads_LE.shape[0]} layers of {loads_LE.shape[1]} experts, the step to plan "
             f"{shape[0]} of {shape[1]}; expected the same model"
+        )
+    if np.array_equal(loads_LE, counts_MLGE.sum(axis=(0, 2), dtype=np.int64)):
+        warnings.warn(
+            f"--previous {paths[0]} has the very counts of the step itself, by which “EPLB, previous step” would look "
+            "as good as one that knew the step; give those of the step before",
+            stacklevel=2,
         )
     return loads_LE

@@ -29,6 +29,7 @@ from .hooks import ModelHooks
 from .passes import Interceptor, Pass, RecordOptions, ReplayCounts, Rows, move_tensor
 from .route_ids import INTEGERS, described, find_faults, raise_faults, signed
 from .trunk import TrunkArgs, TrunkHooks
+from .unopened import opened_by_with
 
 NOTHING_RECORDED = (
     "nothing was recorded: no forward of the attached model ran in the record() session, in the thread that opened it"
@@ -158,7 +159,7 @@ class Routed(HookedModel):
         is_forced = (routed & ~wrong)[..., None] & is_pick
         return TensorRows(torch.where(is_forced, ids_LBTK, -1).to(self.hooks.id_dtype), faults)
 
-    @contextmanager
+    @opened_by_with
     def replay(
         self,
         ids_BTLK: Tensor | TensorRows,
@@ -186,7 +187,7 @@ class Routed(HookedModel):
             yield
         self.checks.add(rows.faults.any(), rows.raise_faults)
 
-    @contextmanager
+    @opened_by_with
     def record(self) -> Iterator[TensorRecording]:
         """Keep what routers do in every forward while the context is open.
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import tomllib
+import warnings
 from collections.abc import Mapping
 from dataclasses import MISSING, dataclass, fields, replace
 from pathlib import Path
@@ -33,6 +34,8 @@ GPU_SECONDS = {
 """Keys by table that hold microseconds to a few milliseconds on GPUs, over slow Ethernet too."""
 MOST_GPU_S = 0.015
 """Their most seconds: 20 µs written in milliseconds are more. Processes on few cores of a CPU may take longer."""
+GPU_RATES = {"gemm_flops_per_s": (1e12, 1e16, "FLOP/s"), "memory_bytes_per_s": (1e11, 1e14, "bytes per second")}
+"""Least and most of what GPUs reach, and the unit: an H100 has 4e14 to 1e15, and 3e12."""
 Rates = Mapping[str, Mapping[str, float]]
 """Values by table and key."""
 
@@ -93,6 +96,8 @@ def parse_cluster(values: Mapping[str, Any], *, source: str) -> Cluster:
     topology = _made("topology", given, source, links=links)
     if topology.num_nodes > 1:
         _refuse_half_of_links(given["links"], links, source)
+    if hardware.tile_rows > 1:
+        _warn_of_odd_rates(hardware, topology, source)
     return Cluster(topology, costs)
 
 
@@ -116,6 +121,24 @@ def _refuse_half_of_links(given: Mapping[str, Any], links: Links, source: str) -
             f"{source}: [links] {own[0]} is {getattr(links, own[0]):g} and {left}, of the preset, "
             f"{getattr(links, left):g}: other nodes would be nearer than ranks of the same node. Set {left} too"
         )
+
+
+def _warn_of_odd_rates(hardware: Hardware, topology: Topology, source: str) -> None:
+    """Warn, once for all of them, of rates that no GPU is known to reach."""
+    odd = [
+        f"[hardware] {key} is {value:g}, and GPUs reach {least:g} to {most:g} {unit}"
+        for key, (least, most, unit) in GPU_RATES.items()
+        if not least <= (value := getattr(hardware, key)) <= most
+    ]
+    links = topology.links
+    if topology.num_nodes > 1 and links.cluster_bytes_per_s > links.node_bytes_per_s:
+        odd.append(
+            f"[links] {CLUSTER_LINK} is {links.cluster_bytes_per_s:g}, and {NODE_LINK} {links.node_bytes_per_s:g} "
+            "bytes per second: other nodes are nearer than ranks of the same node"
+        )
+    if odd:
+        # said of this line, wherever the file is read, so that reading it again says nothing
+        warnings.warn(f"{source}: {'; '.join(odd)}. A CPU has tile_rows = 1 in [hardware]", stacklevel=1)
 
 
 def _refuse_missing(given: Mapping[str, Mapping[str, Any]], preset: Mapping[str, Any], source: str) -> None:

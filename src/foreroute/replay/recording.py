@@ -44,6 +44,8 @@ class RecordedPass:
 
 RowsOf = Callable[[list[list[RecordedPass]]], list[ForwardRows]]
 """Makes the rows of every forward from the passes of each chunk of this rank, on every rank of the model at once."""
+CheckRollout = Callable[[Sequence[NDArray[np.int64]]], None]
+"""Looks at the tokens of each sequence of a rollout, masked ones left out."""
 
 
 class Recording(Interceptor):
@@ -53,6 +55,8 @@ class Recording(Interceptor):
     forward before them, from where the cache ends: positions that were cut off it are left out. Routes stay on the
     device until they are asked for.
     """
+
+    _check_rollout: CheckRollout | None = None
 
     def __init__(
         self,
@@ -121,6 +125,8 @@ class Recording(Interceptor):
             ReplayError: when no forward ran in the session.
         """
         tokens = _tokens_of(sequences, attention_mask)
+        if self._check_rollout is not None:
+            self._check_rollout(tokens)
         spec = self._spec
         if any(self._passes) or any(len(each) > 1 for each in tokens):
             inputs = _inputs_of(self.trace(), tokens)

@@ -29,7 +29,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Collection, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
@@ -40,6 +40,7 @@ from foreroute.core.deferred_checks import DeferredChecks
 from foreroute.core.hooks import ModelHooks
 from foreroute.core.passes import Interceptor, RecordOptions
 from foreroute.core.routed import HookedModel, Replaying
+from foreroute.core.unopened import opened_by_with
 from foreroute.errors import ConfigError, ReplayError
 from foreroute.layout import Layout
 from foreroute.replay.arguments import as_version, require_switches, require_version
@@ -49,7 +50,7 @@ from foreroute.trace import NO_VERSION, IndexerSpec, RoutingSpec
 if TYPE_CHECKING:
     from foreroute.mismatch import RoutingMismatch
     from foreroute.replay.counting import Telemetry
-    from foreroute.replay.recording import ForwardRows, RecordedPass, Recording
+    from foreroute.replay.recording import CheckRollout, ForwardRows, RecordedPass, Recording
 
 
 class RoutedModel(HookedModel, ABC):
@@ -62,6 +63,8 @@ class RoutedModel(HookedModel, ABC):
 
     padding: PaddingRows = "native"
     """Who picks for padding, where a replay does not say so."""
+    _check_rollout: CheckRollout | None = None
+    """What looks at the tokens of rollouts, where a framework knows more of them than the trace."""
 
     def __init__(
         self,
@@ -109,7 +112,7 @@ class RoutedModel(HookedModel, ABC):
             raise ReplayError("no micro-batch is being replayed now; ask inside of a replay, after the model has run")
         return self._replayed
 
-    @contextmanager
+    @opened_by_with
     def record(
         self,
         *,
@@ -150,10 +153,11 @@ class RoutedModel(HookedModel, ABC):
         asked = {"margins": margins, "native": native, "deficits": native, "others": indexers}
         options = RecordOptions(caches=True, **{name: bool(switch) for name, switch in asked.items()})
         recording = Recording(self.spec, len(self.chunks), self.rows_of, stamped, self._provenance, options)
+        recording._check_rollout = self._check_rollout
         with self.listening(recording):
             yield recording
 
-    @contextmanager
+    @opened_by_with
     def replay(
         self,
         routes: Any,

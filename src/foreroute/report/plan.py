@@ -299,8 +299,13 @@ def rate_words(cluster: Cluster) -> dict[str, str]:
     """By table, every key of a topology file that seconds stand on, presumed or measured, with its unit."""
     from foreroute.costs.cluster_file import described
 
+    # the nodes of the topology count, not those of its hardware; a single one has no link to others
+    left_out = {
+        "ranks_per_node",
+        *(("cluster_bytes_per_s", "cluster_latency_s") if cluster.topology.num_nodes == 1 else ()),
+    }
     return {
-        table: ", ".join(f"{key} {rate(key, value)}" for key, value in values.items())
+        table: ", ".join(f"{key} {rate(key, value)}" for key, value in values.items() if key not in left_out)
         for table, values in described(cluster).items()
         if table != "topology"
     }

@@ -1,5 +1,8 @@
 """The trace of a `generate` call: padded prompts, early ends, the token that no router has seen."""
 
+import re
+import warnings
+
 import numpy as np
 import pytest
 import torch
@@ -107,6 +110,34 @@ def test_sequences_may_be_given_without_padding(routed):
     assert recording.rollout(output.numpy(), mask.bool().numpy()).equals(expected)
     assert recording.rollout(output, mask.to(torch.bfloat16)).equals(expected)
     assert digest(recording.rollout(ragged)) == digest(expected)
+
+
+@pytest.mark.parametrize(
+    ("pad", "end_token", "behind", "is_told"),
+    [
+        (PAD, END, PAD, True),
+        (None, END, END, True),
+        (PAD, [9, PAD], PAD, True),
+        (PAD, END, END, False),
+        (9, END, PAD, False),
+    ],
+)
+def test_padding_that_is_counted_as_tokens_is_told(pad, end_token, behind, is_told):
+    """Without a mask or with ones, by the configuration; never where the mask says it, nor of one token at the end."""
+    model = tiny("qwen3_moe").eval()
+    model.config.pad_token_id, model.generation_config.eos_token_id = pad, end_token
+    routed = hf.attach(model)
+    tokens = torch.tensor([[3, 4, 5, END, behind, behind], [3, 4, 5, 6, 8, END]])
+    with routed.record() as recording, torch.no_grad():
+        model(input_ids=tokens)
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        recording.rollout(tokens, torch.ones_like(tokens))
+        assert [each.filename for each in told] == [__file__] * is_told
+        assert all(re.search("padding.*attention_mask", str(each.message)) for each in told)
+        told.clear()
+        recording.rollout(tokens, torch.arange(6) < torch.tensor([[4], [6]]))
+        assert not told
 
 
 @grid(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 import warnings
+from functools import partial
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -11,6 +12,7 @@ import torch
 from torch import nn
 
 from foreroute.adapters.hf.packed_routers import about_packed
+from foreroute.adapters.hf.padding import warn_of_padding
 from foreroute.adapters.hf.routed_transformer import RoutedTransformer, TransformerHooks
 from foreroute.core.attaching import attach_by, require_attachable
 from foreroute.core.find import ATTENTION
@@ -64,6 +66,7 @@ def attach(model: nn.Module) -> RoutedTransformer:
         return routed
 
     routed = attach_by(model, make_hooks, finish)
+    routed._check_rollout = partial(warn_of_padding, model)
     if about := about_packed(routed.routers):
         warnings.warn(about, stacklevel=2)
     return routed
