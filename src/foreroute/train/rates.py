@@ -100,9 +100,9 @@ def measure_rates(cluster: Cluster, ranks: Alone, device: torch.device, tokens: 
         costs = replace(costs, hardware=known, sequence_tokens=float(SEQUENCE))
         steps = _steps(routed, replace(topology, links=known.links), clock, tokens)
         seconds_XS, begin_s = _timed(clock, routed, steps)
-        found = {name: getattr(fitted(costs, steps, seconds_XS), name) for name in FOUND}
-        if not len(steps[-1].plan.hosts.expert_R):
-            found = {name: value for name, value in found.items() if name not in OF_REPLICAS}
+        hardware = fitted(costs, steps, seconds_XS)
+        are_timed = len(steps[-1].plan.hosts.expert_R) > 0
+        found = {name: getattr(hardware, name) for name in FOUND if are_timed or name not in OF_REPLICAS}
         plan_s_per_count = _planning(clock, steps[-1], costs)
     rates = {
         "hardware": found,
