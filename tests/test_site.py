@@ -5,6 +5,8 @@ import re
 import tomllib
 from pathlib import Path
 
+import pytest
+
 from foreroute.cli.main import app
 from tests.source_nodes import source_nodes
 
@@ -92,6 +94,7 @@ def faults_of_remedies(page, classes, texts):
     return sorted(classes ^ remedied), [quotation for quotation in quoted if quotation not in texts]
 
 
+@pytest.mark.slow
 def test_every_error_has_its_remedy_and_every_quotation_is_of_a_message():
     page, classes, texts = (ROOT / "docs" / "errors.md").read_text(), error_classes(), messages()
     assert {"AttachError", "DivergedError", "BrokenOffError"} < classes

@@ -216,6 +216,7 @@ def test_routes_alone_may_make_it_worse_and_are_not_called_those_of_other_tokens
     assert worse.advice.startswith("Routes without the choices of indexers" if has_indexers else "These are not the")
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("unwired")
 def test_shifted_choices_are_refused(sparse):
     good = generation(sparse, indexers=True)

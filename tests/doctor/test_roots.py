@@ -78,6 +78,7 @@ def test_a_router_with_noise_is_named_and_healthy_ones_are_not(family, depth):
         assert "No near-tie" not in str(found.findings), precision
 
 
+@pytest.mark.slow
 def test_roots_and_parts_cost_no_pass_and_add_up(monkeypatch):
     """An examination is a pass without replay, that pass again, one sequence at a time, and one with replay."""
     model = trainer("gpt_oss", 4)

@@ -214,6 +214,7 @@ def saved(rank, folder, written):
     return all(torch.equal(taken[name], each) for name, each in given.items())
 
 
+@pytest.mark.slow
 def test_peft_loads_what_ranks_save_together_and_ranks_load_it(workers, folder_of, tmp_path):
     written = tmp_path / "adapters"
     assert workers(2).run(saved, folder_of("qwen3_moe"), written) == [True, True]

@@ -70,6 +70,7 @@ def pass_log(rank, folder, frozen, slots="layer"):
     return *passes, (forward + log).count("travels")
 
 
+@pytest.mark.slow
 @grid(("frozen", "slots"), [("nothing", "layer"), ("nothing", "shared"), ("experts.down_proj", "layer")], quick=1)
 def test_rows_are_launched_before_weights_and_gradients_before_rows_are_sent_back(workers, folder_of, frozen, slots):
     """On one communicator rows would wait behind weights."""

@@ -4,6 +4,7 @@ Each test stands behind the function that worker processes run for it.
 """
 
 import numpy as np
+import pytest
 import torch
 from torch.distributed.checkpoint.state_dict import get_model_state_dict, get_optimizer_state_dict
 
@@ -102,6 +103,7 @@ def saving_away(rank, folder, target):
     return found
 
 
+@pytest.mark.slow
 def test_nothing_is_saved_or_loaded_while_experts_are_away(workers, folder_of, tmp_path):
     for found in workers(2).run(saving_away, folder_of(), tmp_path):
         for name, (away, *back) in found.items():

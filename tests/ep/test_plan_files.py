@@ -78,6 +78,7 @@ def executed(rank, model_folder, folder, damage=None):
     return loss, execution.executed_ML
 
 
+@pytest.mark.slow
 def test_a_plan_file_is_executed_as_it_says(step, workers, folder_of):
     folder, loss = step
     plan = load_plan(folder / "4.plan")

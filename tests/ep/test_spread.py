@@ -44,6 +44,7 @@ def padded(rank, folder):
         return padding, forwards()
 
 
+@pytest.mark.slow
 def test_padding_gets_zeros_from_routed_experts_under_a_plan(workers, folder_of):
     for padding, under_plan in workers(2).run(padded, folder_of()):
         assert min(padding) > 0.01
@@ -122,6 +123,7 @@ def with_nothing_for_a_rank(rank, folder):
     return found
 
 
+@pytest.mark.slow
 def test_nothing_may_come_to_a_rank_while_others_have_replicas(workers, folder_of):
     for (losses, grads), (planned_losses, planned_grads) in workers(2).run(with_nothing_for_a_rank, folder_of()):
         assert planned_losses == pytest.approx(losses, rel=1e-5)

@@ -16,7 +16,8 @@ from tests.gpu.bits import FAMILIES, Case
 
 EXPERTS = ("grouped_mm", "eager", "batched_mm")
 BY_DAY = ("qwen3_moe", "deepseek_v3", "phimoe")
-"""On a CPU; the others by night."""
+"""On a CPU in CI, where tests/adapters/hf has all families in `make test`; the others by night."""
+pytestmark = pytest.mark.slow
 
 
 @pytest.fixture(

@@ -285,6 +285,7 @@ def test_routers_stay_where_they_are_told_to(settings, routers_move):
     assert (moved & names == names) if routers_move else not moved & names
 
 
+@pytest.mark.slow
 def test_all_ranks_are_dealt_from_one_list_of_prompts():
     """Each has its block of it, and samples for itself."""
     prompts = []

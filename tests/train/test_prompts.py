@@ -59,6 +59,7 @@ def config_of(home, reward="by_characters", **sections):
     return parse_config(merged(values, sections), source="test")
 
 
+@pytest.mark.slow
 def test_a_run_goes_on_where_it_was_and_ends_with_a_model_for_transformers(home, tmp_path):
     config, seen = config_of(home, rl={"steps": 2}), []
     stop = Watcher(on_step=seen.append, should_stop=lambda: len(seen) == 1)

@@ -62,6 +62,7 @@ def frozen_step(watching, spoil=freeze):
     return trainer, experience, [*history, record]
 
 
+@pytest.mark.slow
 def test_what_the_sentinel_suspects_is_on_the_record_and_an_alarm_and_warnings_change_nothing():
     trainer, _, history = frozen_step("warn")
     assert all(record.suspicions == [] for record in history[:-1])

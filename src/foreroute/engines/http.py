@@ -60,6 +60,9 @@ class Client:
             raise ConfigError(f"{url!r:.200} is no address of {what}; expected one like http://127.0.0.1:8000")
         self._url, self._what, self._socket = address, what, socket
         self._timeout_s, self._at_once, self._missing = timeout_s, at_once, missing or {}
+        # once, since the certificates of authorities take a while to load; and not in the thread of a request: one that
+        # has used OpenSSL holds a lock of it while it ends, for which a child that is forked then waits without end
+        self._ssl = httpx.create_ssl_context(verify=address.scheme == "https")
 
     def get(self, path: str) -> Answer:
         """Get what is at a path. Raises as `ask`."""
@@ -87,8 +90,7 @@ class Client:
         asyncio.get_running_loop().set_exception_handler(_report_unless_cancelled)
         gate = asyncio.Semaphore(self._at_once)
         transport = httpx.AsyncHTTPTransport(
-            # the certificates of authorities take a while to load
-            verify=self._url.scheme == "https",
+            verify=self._ssl,
             uds=None if self._socket is None else str(self._socket),
             limits=httpx.Limits(
                 max_connections=None, max_keepalive_connections=self._at_once, keepalive_expiry=KEPT_IDLE_S

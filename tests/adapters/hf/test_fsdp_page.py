@@ -6,6 +6,7 @@ from contextlib import redirect_stdout
 from pathlib import Path
 from unittest.mock import patch
 
+import pytest
 import torch
 import torch.distributed as dist
 
@@ -30,6 +31,7 @@ def run_page(rank):
     return page["tokens"].shape[1], printed.getvalue(), moved / len(after), after
 
 
+@pytest.mark.slow
 def test_the_page_runs_on_two_ranks(workers):
     one, other = workers(2).run(run_page)
     assert (one[0], other[0]) == (20, 24)

@@ -19,6 +19,7 @@ from tests.ep.asking import asking
 MICRO_BATCHES, LAYERS = 2, 2
 
 
+@pytest.mark.slow
 @on_ranks(2)
 def test_exchanges_and_waits():
     """One exchange of counts and one wait of the host per layer and forward before, two with recomputation; then none.

@@ -28,6 +28,7 @@ class OtherLayer(MoELayer):
         return super().forward(hidden_states, **kwargs)
 
 
+@pytest.mark.slow
 @on_ranks(2)
 def test_refusals():
     for refusal in (of_gradients, of_optimizers, of_layers, of_faults, of_a_second_attach):

@@ -187,6 +187,7 @@ def without_masks(prompts, trainer):
     return {**output, "routed_experts": [each.without_streams(SAMPLING) for each in output["routed_experts"]]}
 
 
+@pytest.mark.slow
 @grid(
     ("settings", "error", "message"),
     [

@@ -65,6 +65,7 @@ def test_a_rollout_that_is_mixed_up_is_in_the_log_of_its_step(passes, folder, mi
     assert "pick other experts" in line
 
 
+@pytest.mark.slow
 def test_a_run_that_is_to_stop_does_before_it_learns_from_the_rollout(folder, mixed_up):
     run = trainer(folder, sentinel="stop", **TWICE)
     with pytest.raises(BatchMismatchError, match=r"rollout 2 .*wrong"):
