@@ -198,7 +198,7 @@ def rows_table(policies: Sequence[Reservation], served: str) -> Table:
 def plan_finding(found: PlanComparison, ways: Sequence[Way] = ()) -> str:
     """Decision whether to use the plan, its worth, and whether less than the plan would do, in a few sentences."""
     known = on_several_nodes(found.plan.topology.num_nodes)
-    return " ".join(filter(None, (known, _verdict(found), _left_out(found), _instead(found, ways))))
+    return " ".join(filter(None, (_verdict(found), known, _left_out(found), _instead(found, ways))))
 
 
 def _instead(found: PlanComparison, ways: Sequence[Way]) -> str:
