@@ -258,6 +258,8 @@ def test_counts_of_the_step_itself_are_not_those_of_the_step_before(files, tmp_p
         assert ("the very counts of the step itself" in " ".join(result.stderr.split())) == is_told
     said = " ".join(result.stdout.split())
     assert "4 ranks in one node (ranks_per_node 4), which needs no cluster link" in said
+    again = plan(f"{given} --previous {tmp_path / 'a.safetensors'}", files)
+    assert (again.returncode, "is a plan of the step itself" in again.stderr) == (2, True)
     assert "cluster_bytes_per_s" not in said
     assert "node_bytes_per_s 340 GB/s" in said
 

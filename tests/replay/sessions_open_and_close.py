@@ -95,6 +95,11 @@ def check_a_session_that_nobody_opens_warns(framework):
         with pytest.warns(UserWarning, match=rf"{name}\(\) was never opened.*`with routed\.{name}") as told:
             getattr(on.routed, name)(*given)
         assert [each.filename for each in told] == [__file__]
+        with (
+            pytest.warns(UserWarning, match="never opened"),
+            pytest.raises(AttributeError, match=rf"no agreement, .*`with routed\.{name}"),
+        ):
+            _ = getattr(on.routed, name)(*given).agreement
     with warnings.catch_warnings():
         warnings.simplefilter("error", UserWarning)
         with on.routed.record(), on.routed.replay(trace):

@@ -28,6 +28,7 @@ from foreroute.plan.counts import (
     FEW_ENTRIES,
     MOST_ASSIGNMENTS,
     check_counts,
+    counts_digest,
     load_counts,
     packed_counts,
     tokens_digest,
@@ -182,7 +183,7 @@ def read_step(
         read: list[RoutingTrace] = []
         packing, counts_MLGE = None, check_counts(load_counts(counts), num_ranks=ranks.num_ranks)
         _check_model(costs, counts_MLGE.shape[1], counts_MLGE.shape[3], None, topology)
-        home_LE = _homes(plans, ranks, counts_MLGE.shape[1::2])
+        home_LE = _homes(plans, ranks, counts_MLGE.shape[1::2], counts_digest(counts_MLGE))
     else:
         read = read_traces(step)
         spec = read[0].spec
@@ -190,7 +191,7 @@ def read_step(
         _check_model(costs, spec.num_layers, spec.num_experts, spec.top_k, topology)
         # the packing becomes part of the plan: the trainer must cut the step as it was planned
         budget = token_budget or TOKEN_BUDGET
-        home_LE = _homes(plans, ranks, (spec.num_layers, spec.num_experts))
+        home_LE = _homes(plans, ranks, (spec.num_layers, spec.num_experts), tokens_digest(read))
         packing = packed(read, budget, ranks.num_ranks, costs)
         counts_MLGE = check_counts(packed_counts(read, packing))
         if options.packing == "routes":
@@ -345,8 +346,11 @@ def _packed_by(packing: Packing) -> str:
     )
 
 
-def _homes(previous: Sequence[Path], topology: Topology, shape: tuple[int, ...]) -> NDArray[np.int16]:
-    """Give the homes [L, E] of the plan before, or those of a model that was loaded: blocks of experts."""
+def _homes(previous: Sequence[Path], topology: Topology, shape: tuple[int, ...], own: str) -> NDArray[np.int16]:
+    """Give the homes [L, E] of the plan before, or those of a model that was loaded: blocks of experts.
+
+    `own` is the digest of the step itself, of its tokens or its counts.
+    """
     if not previous:
         return np.tile(topology.contiguous_home_E(shape[1]), (shape[0], 1))
     plan = load_plan(previous[0])
@@ -355,6 +359,8 @@ def _homes(previous: Sequence[Path], topology: Topology, shape: tuple[int, ...])
             f"{previous[0]} is a plan of {list(plan.home_LE.shape)} layers and experts on {plan.topology.num_ranks} "
             f"ranks; expected {list(shape)} on {topology.num_ranks}"
         )
+    if own in (plan.tokens_digest, plan.counts_digest):
+        raise InputError(f"--previous {previous[0]} is a plan of the step itself; give that of the step before")
     return plan.home_LE
 
 

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from functools import wraps
 from types import TracebackType
-from typing import Generic, ParamSpec, TypeVar
+from typing import Generic, NoReturn, ParamSpec, TypeVar
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -28,6 +28,7 @@ class _Session(AbstractContextManager[T], Generic[T]):
     def __init__(self, managed: AbstractContextManager[T], name: str) -> None:
         self._managed = managed
         self._name = name
+        self._advice = f"write `with routed.{name}(...) as session:`"
         self._was_opened = False
 
     def __enter__(self) -> T:
@@ -39,7 +40,9 @@ class _Session(AbstractContextManager[T], Generic[T]):
     ) -> bool | None:
         return self._managed.__exit__(kind, error, traceback)
 
+    def __getattr__(self, name: str) -> NoReturn:
+        raise AttributeError(f"what {self._name}() returns has no {name}, its session may have; {self._advice}")
+
     def __del__(self) -> None:
         if not self._was_opened:
-            advice = f"write `with routed.{self._name}(...):`"
-            warnings.warn(f"{self._name}() was never opened, and did nothing; {advice}", stacklevel=2)
+            warnings.warn(f"{self._name}() was never opened, and did nothing; {self._advice}", stacklevel=2)
