@@ -107,7 +107,7 @@ def run_plan(
         )
     console.print(plan_finding(compared, ways), highlight=False, markup=False)
     console.print(shown_tiles(plan_tiles(compared, step.cluster)))
-    console.print("\n" + ways_finding(ways), highlight=False, markup=False)
+    console.print("\n" + ways_finding(ways, compared), highlight=False, markup=False)
     console.print(shown_table(ways_table(ways)))
     console.print(shown_facts(executors_of_ways()))
     tables: tuple[Table, ...] = ()

@@ -34,8 +34,23 @@ GPU_SECONDS = {
 """Keys by table that hold microseconds to a few milliseconds on GPUs, over slow Ethernet too."""
 MOST_GPU_S = 0.015
 """Their most seconds: 20 µs written in milliseconds are more. Processes on few cores of a CPU may take longer."""
-GPU_RATES = {"gemm_flops_per_s": (1e12, 1e16, "FLOP/s"), "memory_bytes_per_s": (1e11, 1e14, "bytes per second")}
-"""Least and most of what GPUs reach, and the unit: an H100 has 4e14 to 1e15, and 3e12."""
+GPU_RATES = {
+    "hardware": {
+        "gemm_flops_per_s": (1e12, 1e16, "FLOP/s"),
+        "memory_bytes_per_s": (1e11, 1e14, "bytes per second"),
+    },
+    "links": {
+        "node_bytes_per_s": (1e9, 1e13, "bytes per second"),
+        "cluster_bytes_per_s": (1e8, 2e12, "bytes per second"),
+        "host_bytes_per_s": (1e9, 2e12, "bytes per second"),
+        "node_latency_s": (0.0, 1e-3, "seconds"),
+        "cluster_latency_s": (0.0, 1e-3, "seconds"),
+    },
+}
+"""Least and most of what GPUs and their links reach, and the unit: an H100 has 4e14 to 1e15, 3e12, 4e11, 5e10, 5e10 and
+2e-5 to 5e-5. A rate in GB/s is far below, one in bits per second eight times as large, 5 µs in milliseconds above."""
+MOST_DENSE_OVER_SQUARE = 50
+"""Most dense parameters of a layer over the square of its width: models have 3 to 10, a whole model hundreds."""
 Rates = Mapping[str, Mapping[str, float]]
 """Values by table and key."""
 
@@ -97,7 +112,7 @@ def parse_cluster(values: Mapping[str, Any], *, source: str) -> Cluster:
     if topology.num_nodes > 1:
         _refuse_half_of_links(given["links"], links, source)
     if hardware.tile_rows > 1:
-        _warn_of_odd_rates(hardware, topology, source)
+        _warn_of_odd_rates(costs, topology, source)
     return Cluster(topology, costs)
 
 
@@ -123,18 +138,26 @@ def _refuse_half_of_links(given: Mapping[str, Any], links: Links, source: str) -
         )
 
 
-def _warn_of_odd_rates(hardware: Hardware, topology: Topology, source: str) -> None:
-    """Warn, once for all of them, of rates that no GPU is known to reach."""
+def _warn_of_odd_rates(costs: CostModel, topology: Topology, source: str) -> None:
+    """Warn, once for all of them, of rates that no GPU is known to reach, and of a whole model for one layer."""
+    links, model = topology.links, costs.model
+    # links to other nodes count for nothing on a single one
+    unused = {key for key in vars(links) if topology.num_nodes == 1 and key.startswith("cluster_")}
     odd = [
-        f"[hardware] {key} is {value:g}, and GPUs reach {least:g} to {most:g} {unit}"
-        for key, (least, most, unit) in GPU_RATES.items()
-        if not least <= (value := getattr(hardware, key)) <= most
+        f"[{table}] {key} is {value:g}, and GPUs reach {least:g} to {most:g} {unit}"
+        for table, made in (("hardware", costs.hardware), ("links", links))
+        for key, (least, most, unit) in GPU_RATES[table].items()
+        if key not in unused and not least <= (value := getattr(made, key)) <= most
     ]
-    links = topology.links
     if topology.num_nodes > 1 and links.cluster_bytes_per_s > links.node_bytes_per_s:
         odd.append(
             f"[links] {CLUSTER_LINK} is {links.cluster_bytes_per_s:g}, and {NODE_LINK} {links.node_bytes_per_s:g} "
             "bytes per second: other nodes are nearer than ranks of the same node"
+        )
+    if model.dense_parameters > MOST_DENSE_OVER_SQUARE * model.hidden**2:
+        odd.append(
+            f"[model] dense_parameters is {model.dense_parameters:,}, {model.dense_parameters / model.hidden**2:,.0f} "
+            f"times the square of hidden; expected those of one layer, {MOST_DENSE_OVER_SQUARE} times at most"
         )
     if odd:
         # said of this line, wherever the file is read, so that reading it again says nothing

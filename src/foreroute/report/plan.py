@@ -138,8 +138,11 @@ def ways_table(ways: Sequence[Way]) -> Table:
     return Table(title="What packing, homes and replicas reach here", columns=columns, rows=tuple(rows))
 
 
-def ways_finding(ways: Sequence[Way]) -> str:
-    """What is enough here, and what each way reaches at what price, in two sentences."""
+def ways_finding(ways: Sequence[Way], found: PlanComparison) -> str:
+    """What is enough here, and what each way reaches at what price, in two sentences.
+
+    Replicas that save less than their plan takes once a step, or that executors leave out, do not pay.
+    """
     from foreroute.simulate.ways import simplest
 
     by_name, simple = {way.name: way for way in ways}, simplest(ways)
@@ -149,8 +152,11 @@ def ways_finding(ways: Sequence[Way]) -> str:
         "homes": "Homes that move once would do here, without a replica",
         "plan": "Replicas pay here",
     }
+    is_used = found.pays and bool(found.passes_by_plan)
+    if not is_used:
+        verdict["plan"] = "Replicas would pay here if the plan itself took no time"
     # moves that one step does not earn, several do
-    if simple.name == "plan" and simplest(ways, next_steps=True).name == "homes":
+    elif simple.name == "plan" and simplest(ways, next_steps=True).name == "homes":
         verdict["plan"] = "Replicas pay in this step; if the next ones route alike, homes that move once would do"
     reached = {name: over_mean(way.imbalance) for name, way in by_name.items()}
     parts = [f"{reached['static']} times the mean as it is"]
@@ -160,7 +166,7 @@ def ways_finding(ways: Sequence[Way]) -> str:
     parts.append(f"{reached['homes']} with homes moved{' too' * ('packing' in reached)} ({moved} a rank, once)")
     parts.append(f"{reached['plan']} under the plan ({fetched} a rank in a pass)")
     known = "" if "packing" in reached else " Sequences are not known, so that none is packed by routes."
-    aside = ", planning aside" * (simple.name == "plan")
+    aside = ", planning aside" * (simple.name == "plan" and is_used)
     return (
         f"{verdict[simple.name]}, by the cost model{aside}. The slowest rank has {', '.join(parts[:-1])}, and "
         f"{parts[-1]}.{known}"
@@ -425,7 +431,7 @@ def _page(
         facts=facts,
         sections=(
             PageSection(heading="Before and after", plots=plots),
-            *([_ways(ways)] if ways else []),
+            *([_ways(ways, found)] if ways else []),
             PageSection(heading="Against other balancers", tables=(plan_table(found),), notes=NOTES),
             *([PageSection(heading="Rows that buffers must hold", tables=tuple(rows))] if rows else []),
             *([] if cluster is None else [_rates(cluster)]),
@@ -433,12 +439,12 @@ def _page(
     )
 
 
-def _ways(ways: Sequence[Way]) -> PageSection:
+def _ways(ways: Sequence[Way], found: PlanComparison) -> PageSection:
     """The ways to level the step, and which frameworks can go them."""
     able = (f"{what[0].upper()}{what[1:]}: {names}." for what, names in executors_of_ways().items())
     return PageSection(
         heading="With less than a plan",
-        texts=(ways_finding(ways),),
+        texts=(ways_finding(ways, found),),
         tables=(ways_table(ways),),
         notes=(*WAY_NOTES, *able),
     )
