@@ -193,6 +193,11 @@ def _verl(batch: Any) -> list[RawSequence]:
 
 def _no_routes(record: Any, what: str = "the output") -> CaptureError:
     """Make the error for an output without routes."""
+    # an HTTP library's answer, before its text was read
+    if not isinstance(record, Mapping) and all(hasattr(record, name) for name in ("status_code", "json")):
+        return CaptureError(f"{what} is {shown(record)}, the response of an HTTP library; pass its text or its json()")
+    if record is None or (isinstance(record, list | tuple | Mapping) and not record):
+        return CaptureError(f"{what} is {shown(record)}, which has nothing of an engine; pass what the engine answered")
     reason = field_of(record, "finish_reason")
     reason = field_of(reason, "type") if isinstance(reason, Mapping) else reason
     if isinstance(reason, str) and reason == "abort":

@@ -183,6 +183,7 @@ def read_step(
         read: list[RoutingTrace] = []
         packing, counts_MLGE = None, check_counts(load_counts(counts), num_ranks=ranks.num_ranks)
         _check_model(costs, counts_MLGE.shape[1], counts_MLGE.shape[3], None, topology)
+        _warn_of_odd_counts(counts_MLGE, costs.model.top_k, counts)
         home_LE = _homes(plans, ranks, counts_MLGE.shape[1::2], counts_digest(counts_MLGE))
     else:
         read = read_traces(step)
@@ -317,6 +318,29 @@ def _counts_file(paths: Sequence[Path]) -> Path | None:
     if counts and len(paths) > 1:
         raise InputError(f"{counts[0]} holds the counts of a whole step; leave out the {len(paths) - 1} other files")
     return counts[0] if counts else None
+
+
+def _warn_of_odd_counts(counts_MLGE: NDArray[np.int32], top_k: int, source: Path) -> None:
+    """Warn of counts that a step of this model does not have: layers route the same tokens, each to top_k experts."""
+    routed_MLG = counts_MLGE.sum(axis=3, dtype=np.int64)
+    odd = []
+    if len(unlike := np.argwhere(routed_MLG != routed_MLG[:, :1])):
+        m, layer, g = unlike[0].tolist()
+        odd.append(
+            f"layer {layer} has {routed_MLG[m, layer, g]:,} assignments of rank {g} in micro-step {m}, and layer 0 "
+            f"{routed_MLG[m, 0, g]:,}: layers route the same tokens"
+        )
+    if len(broken := np.argwhere(routed_MLG % top_k)):
+        m, layer, g = broken[0].tolist()
+        odd.append(
+            f"rank {g} has {routed_MLG[m, layer, g]:,} assignments in micro-step {m}, layer {layer}, which is no "
+            f"multiple of top_k {top_k}, the assignments of a token"
+        )
+    if odd:
+        warnings.warn(
+            f"{source}: {'; '.join(odd)}. Counts are of assignments, whole, before any capacity drops some",
+            stacklevel=2,
+        )
 
 
 def _check_model(costs: CostModel, num_layers: int, num_experts: int, top_k: int | None, source: Path) -> None:

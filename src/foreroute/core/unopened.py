@@ -32,6 +32,8 @@ class _Session(AbstractContextManager[T], Generic[T]):
         self._was_opened = False
 
     def __enter__(self) -> T:
+        if self._was_opened:
+            raise RuntimeError(f"what {self._name}() returns is opened once; call it anew for each `with`")
         self._was_opened = True
         return self._managed.__enter__()
 

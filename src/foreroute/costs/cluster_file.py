@@ -97,6 +97,11 @@ def parse_cluster(values: Mapping[str, Any], *, source: str) -> Cluster:
     hardware = preset.get("hardware")
     if hardware is not None:
         preset["links"] = hardware.links
+    if _is_one_node(given, hardware):
+        # nothing passes its links, and the page names none
+        for near, far in ((NODE_LINK, CLUSTER_LINK), ("node_latency_s", "cluster_latency_s")):
+            if near in given["links"]:
+                given["links"].setdefault(far, given["links"][near])
     _refuse_missing(given, preset, source)
     links = _made("links", given, source, preset.get("links"))
     hardware = _made("hardware", given, source, hardware, links=links)
@@ -113,7 +118,21 @@ def parse_cluster(values: Mapping[str, Any], *, source: str) -> Cluster:
         _refuse_half_of_links(given["links"], links, source)
     if hardware.tile_rows > 1:
         _warn_of_odd_rates(costs, topology, source)
+    away = model.num_experts - model.num_experts // topology.num_ranks
+    if topology.redundant_slots > away > 0:
+        warnings.warn(
+            f"{source}: [topology] redundant_slots is {topology.redundant_slots}; a rank has a use for {away} at most, "
+            "as many experts of a layer as are not at home there",
+            stacklevel=1,
+        )
     return Cluster(topology, costs)
+
+
+def _is_one_node(given: Mapping[str, Mapping[str, Any]], preset: Hardware | None) -> bool:
+    """Say whether all ranks are joined by the fast link, where no preset has the other one."""
+    ranks, own = given["topology"].get("num_ranks"), given["hardware"].get("ranks_per_node", Hardware.ranks_per_node)
+    width = given["topology"].get("ranks_per_node", own)
+    return preset is None and is_whole(ranks) and is_whole(width) and ranks <= width
 
 
 def _refuse_other_units(tables: Mapping[str, Links | Hardware], source: str) -> None:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 import numpy as np
 import torch
@@ -24,9 +24,10 @@ from foreroute.adapters.hf import attach
 from foreroute.adapters.hf.routed_transformer import saved_tensors
 from foreroute.capture import Generation, Sampling
 from foreroute.capture.sampling_masks import masks_of_steps
+from foreroute.checks import MOST_INT32, whole_number
 from foreroute.core.caches import named_cache
 from foreroute.engines.sequences import count_tokens
-from foreroute.errors import ConfigError, DivergedError
+from foreroute.errors import ConfigError, DivergedError, shown
 from foreroute.replay import Recording
 from foreroute.trace import NO_VERSION, SAMPLING
 
@@ -54,7 +55,7 @@ class EmbeddedEngine:
 
     Raises:
         AttachError: as `hf.attach`.
-        ConfigError: when the model is of no class of transformers, or has adapters.
+        ConfigError: for another precision, and when the model is of no class of transformers, or has adapters.
     """
 
     def __init__(
@@ -65,6 +66,8 @@ class EmbeddedEngine:
         indexers: bool = False,
         weights: Weights | None = None,
     ) -> None:
+        if precision not in get_args(Precision):
+            raise ConfigError(f"precision is {shown(precision)}; expected one of {', '.join(get_args(Precision))}")
         self._precision = precision
         self._indexers = indexers
         empty = _load_zeros(model, torch.float32 if precision == "float32" else torch.bfloat16)
@@ -86,8 +89,9 @@ class EmbeddedEngine:
         """Load the trainer's weights in the engine's precision; rows that follow are stamped with `version`.
 
         Raises:
-            ConfigError: when a weight is missing, which would keep its old value.
+            ConfigError: when a weight is missing, which would keep its old value, or the version is no number.
         """
+        whole_number(version, name="version of the weights", least=NO_VERSION, most=MOST_INT32, error=ConfigError)
         targets = self._model.state_dict()
         missing = {name for name, _ in saved_tensors(self._model)}
         for name, source in whole_weights(weights):
@@ -115,13 +119,15 @@ class EmbeddedEngine:
         decoded together, so that nothing is padded. `generator` is on the CPU or on the device of the model.
 
         Raises:
-            ConfigError: without a prompt, for one without a token, and when choices of indexers are asked for and the
-                model has no indexer that can be recorded.
+            ConfigError: without a prompt, for one without a token or with others than the model's, for an end token
+                that it has not, and when choices of indexers are asked for and the model has no indexer that can be
+                recorded.
             DivergedError: when the model's logits are not finite.
         """
         device = self._model.get_input_embeddings().weight.device
         on_device = _generator_on(device, generator)
         lengths = np.array(count_tokens(prompts))
+        self._require_known(np.concatenate([np.asarray(prompt) for prompt in prompts]), sampling.end_token)
         parts, order = [], []
         for length in np.unique(lengths):
             alike = np.flatnonzero(lengths == length)
@@ -132,6 +138,16 @@ class EmbeddedEngine:
 
     def close(self) -> None:
         """Do nothing: this engine is only memory."""
+
+    def _require_known(self, tokens_N: NDArray[Any], end_token: int) -> None:
+        """Raise `ConfigError` for tokens of prompts that are none of the model's, and an end that it never samples."""
+        size = self._model.get_input_embeddings().num_embeddings
+        if tokens_N.dtype.kind not in "iu":
+            raise ConfigError(f"tokens of prompts are {tokens_N.dtype}; expected integers")
+        unknown = tokens_N[(tokens_N < 0) | (tokens_N >= size)]
+        if len(unknown) or end_token >= size:
+            what = f"a prompt has token {unknown[0]}" if len(unknown) else f"end_token is {end_token}"
+            raise ConfigError(f"{what}; the model knows tokens 0 to {size - 1}")
 
     def _recording(self) -> AbstractContextManager[Recording]:
         return self._routed.record(weight_version=self.weight_version, indexers=self._indexers)

@@ -75,7 +75,8 @@ class PricedOptions:
             return "on: where it saves time"
         layers = f"in {num_off} of {num_layers} layers"
         state = f"off: {layers}," if num_off == num_layers else f"on: except {layers}, where"
-        return f"{state} planning it would take more time than it saves"
+        what = "weighing traffic between nodes" if name == "traffic" else "weighing each replica against its transfer"
+        return f"{state} {what} would take more time than it saves"
 
     def _decide(self, layer: int, cell: CellPlan) -> None:
         """Turn open options off in a layer if they save less than planning them takes, in all cells as in its first."""

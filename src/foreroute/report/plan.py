@@ -257,7 +257,7 @@ def _verdict(found: PlanComparison) -> str:
         others = "publishing" if "votes" in found.unpriced else "publishing and votes"
         besides = f", beside {once} for {others} (modelled)" if found.once_s else ""
         return (
-            f"Do not use the plan in a step that waits for its planning, which took {duration(found.elapsed_s)} "
+            f"Do not use the plan in a step that waits for its planning, which took {duration(found.waited_s)} "
             f"here (measured){besides}: the plan saves {saved} (modelled). Without that, {rest}"
         )
     if len(passes) == 2:
@@ -291,7 +291,7 @@ def _left_out(found: PlanComparison) -> str:
     keys = {"planning": "plan_s_per_count", "votes": "begin_s"}
     what, named = (" and ".join(words) for words in (found.unpriced, [keys[what] for what in found.unpriced]))
     beside = (
-        f" Planning took {duration(found.elapsed_s)} here (measured), and the plan saves "
+        f" Planning took {duration(found.waited_s)} here (measured), and the plan saves "
         f"{duration(found.saved_s)} (modelled)." * found.pays
     )
     return (

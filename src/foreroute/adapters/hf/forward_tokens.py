@@ -309,8 +309,9 @@ def _require_beginning(positions: NDArray[Any], kept_BT: NDArray[np.bool_]) -> N
     late = np.flatnonzero(kept_BT.any(axis=1) & (first_B != 0))
     if len(late):
         raise BatchMismatchError(
-            f"position_ids begin at {first_B[late[0]]} in row {late[0]} of the batch, {NO_CACHE}; or the batch is a "
-            "part of longer sequences, as under context parallelism: then say use_cache=False"
+            f"position_ids begin at {first_B[late[0]]} in row {late[0]} of the batch, {NO_CACHE}. Where they "
+            "count padding, count from the first token: (mask.cumsum(1) - 1).clamp(min=0). Where the batch is a part "
+            "of longer sequences, as under context parallelism, say use_cache=False"
         )
 
 
