@@ -15,8 +15,8 @@ zeros, and which part of it. Float32 rounds many of a peaked policy to 0, and th
 Where top-p leaves one token to draw from, the other side gives it that much: one half and more, as top-p is set."""
 
 BEGIN, SHARE_OF_BEGINNINGS, SHARE_OF_OTHERS = 3, 0.2, 0.1
-"""Zeros of both sides with which each sequence begins where prompts were marked: more than a template makes sure, a part
-of all tokens that it does not reach, and at most a part of the others, which a peaked policy exceeds."""
+"""Zeros of both sides with which each sequence begins where prompts were marked: more than a template makes sure, a
+part of all tokens that it does not reach, and at most a part of the others, which a peaked policy exceeds."""
 
 
 @dataclass(frozen=True, eq=False)
