@@ -1,52 +1,16 @@
 """One default everywhere: on the command line, in Python, in files, and in docs/train.md and simulate.md."""
 
-import inspect
 from pathlib import Path
 
-import pytest
 from typer.main import get_command
 
-from foreroute.cli.convert import convert_file
-from foreroute.cli.doctor import run_doctor
 from foreroute.cli.main import app
-from foreroute.cli.plan import read_step
 from foreroute.ep.transfer.engine import TransferOptions
 from foreroute.plan import PlanOptions
 from foreroute.simulate.methods import PRESETS
 from foreroute.simulate.steps import TOKEN_BUDGET
-from foreroute.train import TrainConfig, parse_config, train
+from foreroute.train import TrainConfig, parse_config
 from make import config_reference
-
-
-def of_command(name):
-    """Defaults of a verb, by the name of the option."""
-    return {
-        parameter.name: parameter.default
-        for parameter in get_command(app).commands[name].params
-        # None or empty lists are for the verb to tell apart
-        if not parameter.required and parameter.nargs != -1 and not getattr(parameter, "multiple", False)
-    }
-
-
-def of_function(function):
-    parameters = inspect.signature(function).parameters.values()
-    return {parameter.name: parameter.default for parameter in parameters if parameter.default is not parameter.empty}
-
-
-@pytest.mark.parametrize(
-    ("verb", "python", "shared"),
-    [
-        ("plan", of_function(read_step), 1),
-        ("convert", of_function(convert_file), 4),
-        ("doctor", of_function(run_doctor), 8),
-        ("train", of_function(train), 1),
-    ],
-)
-def test_an_option_of_the_command_line_has_the_default_of_its_argument(verb, python, shared):
-    options = of_command(verb)
-    both = options.keys() & python.keys()
-    assert {name: options[name] for name in both} == {name: python[name] for name in both}
-    assert len(both) == shared, both
 
 
 def test_options_are_few_and_each_is_given_in_a_test():

@@ -7,7 +7,6 @@ import subprocess
 import sys
 from pathlib import Path
 
-import pytest
 from rich.progress import Progress, TextColumn
 from rich.table import Table
 from rich.text import Text
@@ -16,7 +15,6 @@ import foreroute as fr
 from foreroute.cli.terminal import Console
 from foreroute.errors import printable
 from tests.tiers import grid
-from tests.traces import random_trace
 
 SOURCE = Path(fr.__file__).parent
 HOSTILE = "\x1b]0;mine\x07\x1b[2J\u202etxt.\x9b1m"
@@ -95,14 +93,6 @@ def test_streams_that_cannot_be_written_are_one_message(tmp_path, command, code,
     """`tests/robustness/test_doors.py` has more of them, names and widths that are hostile, for every verb."""
     result = shell(command, tmp_path)
     assert (result.returncode, result.stderr) == (code, message)
-
-
-@pytest.mark.slow
-def test_letters_that_standard_output_lacks_are_escaped(tmp_path):
-    fr.save(random_trace(0).with_provenance(writer="\N{LATIN SMALL LETTER E WITH ACUTE}"), tmp_path / "trace")
-    result = shell("PYTHONIOENCODING=ascii @ inspect trace", tmp_path)
-    assert result.returncode == 0, result.stderr
-    assert r"\xe9" in result.stdout
 
 
 def test_a_closed_stream_is_not_the_file_that_is_written(tmp_path):
