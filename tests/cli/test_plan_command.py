@@ -267,5 +267,6 @@ def test_rows_that_buffers_must_hold(files, tmp_path):
     assert result.returncode == 0, result.stderr
     shown = " ".join(result.stdout.split())
     assert "Rows that ranks receive at homes: recompute and update" in shown
+    assert "Rows that buffers must hold" in (tmp_path / "a.html").read_text()
     for one in of_traces[1].policies(of_traces[0]):
         assert f"{one.name} {one.largest:,} " in shown

@@ -5,16 +5,12 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from matplotlib.figure import Figure
 
 from foreroute.doctor import Diagnosis, Evidence, diagnose
 from foreroute.doctor.evidence import Measures, TrainerPass
-from foreroute.mismatch.measures import as_traces
 from foreroute.report import write_diagnosis
 from foreroute.report.diagnosis import measure_table
-from foreroute.report.figure import layer_label, number_layers
 from foreroute.report.format import percentage
-from foreroute.trace import LayerKind, RoutedLayer, RoutingSpec
 from tests.report.pages import text_of
 from tests.traces import random_trace
 
@@ -58,25 +54,6 @@ def test_the_table_has_what_was_measured_and_nothing_else(tmp_path):
         assert [name for name, cells in rows.items() if "0, forced" in cells] == (
             [] if evidence.engine_logprobs_R is None else [forced]
         )
-
-
-@pytest.mark.usefixtures("unpainted")
-def test_layers_have_the_numbers_that_the_model_gives_them(tmp_path):
-    spec = RoutingSpec(8, 2, (RoutedLayer(1), RoutedLayer(2), RoutedLayer(4)))
-    engine, own = (replace(random_trace(3, route_seed=seed), spec=spec) for seed in (9, 10))
-    html = write_diagnosis(
-        diagnose(Evidence(engine=engine, native=TrainerPass(own, None))), tmp_path / "page.html"
-    ).read_text()
-    assert re.search(r"Tokens that differ: decoder 1 [\d.]+%, decoder 2 [\d.]+%, decoder 4 [\d.]+%", html)
-    axis = Figure().subplots()
-    axis.plot(range(3))
-    number_layers(axis.xaxis, spec.layers)
-    assert [axis.xaxis.get_major_formatter()(place, None) for place in range(4)] == ["1", "2", "4", ""]
-    assert (layer_label(spec.layers), layer_label(())) == ("decoder layer", "routed layer, counted from 0")
-    assert layer_label(as_traces(*[np.array([[[[0, 1], [0, 2]]]])] * 2)[0].spec.layers) == "routed layer"
-    mixed = (RoutedLayer(0), RoutedLayer(0, LayerKind.MTP))
-    number_layers(axis.xaxis, mixed)
-    assert [axis.xaxis.get_major_formatter()(place, None) for place in range(2)] == ["decoder 0", "mtp 0"]
 
 
 def test_a_diagnosis_without_evidence_says_what_is_missing(tmp_path):

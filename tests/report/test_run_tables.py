@@ -15,7 +15,6 @@ from foreroute.report.run_tables import (
     means,
     phase_seconds,
     rewards,
-    summary_table,
     suspicion_table,
 )
 from tests.report.report_runs import config, side, step_line, write_run
@@ -49,7 +48,9 @@ def test_a_run_measured_one_way_shows_that_way_alone_and_an_empty_step_nothing(t
     run = run_of(tmp_path / "b", [{"step": 0}])
     assert all(means(run, measure) == {"native": None, "replayed": None} for measure in MEASURES)
     assert rewards(run) == (None, None)
-    assert phase_seconds(run) == {}
+    seconds = {"rollout": 3.0, "update": 1.0}, {"rollout": 1.0, "update": 0.5, "measure": 0.5}
+    run = run_of(tmp_path / "c", [{"step": step, "seconds": each} for step, each in enumerate(seconds)])
+    assert phase_seconds(run) == pytest.approx({"rollout": 2.0, "update": 0.75, "measure": 0.25})
 
 
 @pytest.mark.parametrize(
@@ -58,13 +59,6 @@ def test_a_run_measured_one_way_shows_that_way_alone_and_an_empty_step_nothing(t
 def test_reward_is_averaged_over_ten_steps_at_each_end_or_those_there_are(tmp_path, steps, first, last):
     run = run_of(tmp_path, [{"step": i, "reward_mean": i / 100} for i in range(steps)])
     assert rewards(run) == pytest.approx((first, last))
-
-
-def test_time_is_the_mean_sum_of_phases(tmp_path):
-    seconds = {"rollout": 3.0, "update": 1.0}, {"rollout": 1.0, "update": 0.5, "measure": 0.5}
-    run = run_of(tmp_path, [{"step": step, "seconds": each} for step, each in enumerate(seconds)])
-    assert phase_seconds(run) == pytest.approx({"rollout": 2.0, "update": 0.75, "measure": 0.25})
-    assert summary_table([run]).column("Time per step")[0] == "3.00\N{NO-BREAK SPACE}s"
 
 
 def alarm(kind, value, threshold=0.1):
@@ -142,6 +136,8 @@ def test_what_was_suspected_in_steps_in_a_row_is_one_row_with_the_first_of_them(
     assert found.startswith("Replayed routes look wrong (frozen rows and stale layer) from step 3 on; ")
     assert "k3" not in found  # of wrong routes
     assert not alarm_table(runs).rows  # it has this one
+    sound = suspicious_run(tmp_path / "sound", {})
+    assert "k3" in run_finding(read_runs([tmp_path / "run", sound])), "of the other run"
 
 
 AS_BEFORE = "2.00e-5, 2.00e-5 before: as before, so that routes alone are wrong"
@@ -174,17 +170,6 @@ def test_what_k3_and_dropped_tokens_say_beside_suspicions_is_said_once_and_no_mo
     assert table.column("k3 without replay")[:2] == ["9.00e-5, 2.00e-5 before"] * 2  # neither as before nor much more
     assert [text.count("40 response tokens") for text in table.column("What was seen first")] == [1, 0, 0]
     assert table.column("Advice")[2] == ADVICE["sentinel"]
-    # weights that differ a little show in no k3
-    [row] = suspicion_table(read_runs([suspicious_run(tmp_path / "as", {5: [older]})])).column("k3 without replay")
-    assert "routes alone" not in row
-
-
-def test_a_sound_run_beside_a_wrong_one_keeps_its_finding(tmp_path):
-    runs = read_runs(
-        [suspicious_run(tmp_path / "a", {5: [suspicion("frozen-rows")]}), suspicious_run(tmp_path / "b", {})]
-    )
-    assert "k3" in run_finding(runs)
-    assert "k3" not in run_finding(runs[:1])
 
 
 @pytest.mark.usefixtures("unpainted")
@@ -194,7 +179,6 @@ def test_what_was_suspected_stands_first_on_the_page(tmp_path):
     assert page.index("<h2>Alarms") < page.index("sequence 3 froze") < page.index("<h2>Mismatch")
     page = text_of([suspicious_run(tmp_path / "well", {}, steps=11)], tmp_path / "2.html")
     assert "The sentinel tested the replayed routes of 3 steps, and suspects none." in page
-    assert "; the sentinel suspects no replayed route." in page
     assert page.index("<h2>Mismatch") < page.index("<h2>Alarms")
 
 
@@ -202,8 +186,4 @@ def test_what_was_suspected_stands_first_on_the_page(tmp_path):
 def test_the_page_says_where_nothing_was_recorded_and_where_nothing_went_off(tmp_path):
     quiet = run_with(tmp_path / "quiet", {}, live_agreement=[1.0, 0.9])
     old = write_run(tmp_path / "old", config("old"), [step_line(step) for step in range(8)])
-    assert "<h2>Alarms" not in text_of([old], tmp_path / "1.html")
-    page = text_of([quiet], tmp_path / "2.html")
-    assert "No alarm was on." in page
-    assert "Live routes" in page
     assert "No alarm was on in quiet; the other runs did not record it." in text_of([quiet, old], tmp_path / "3.html")

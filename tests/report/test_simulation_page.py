@@ -10,10 +10,9 @@ from foreroute.costs.presets import hardware_preset
 from foreroute.plan.capabilities import SEVERAL_NODES
 from foreroute.report.simulation import (
     HEADINGS,
-    by_part,
-    by_phase,
     executed,
     fit_summary,
+    fit_table,
     simulation_finding,
     simulation_table,
     simulation_tiles,
@@ -25,7 +24,6 @@ from foreroute.simulate.fit import FitRecord
 from foreroute.simulate.methods import METHODS, PRESETS
 from foreroute.simulate.records import PhaseSeconds, compared
 from tests.report.pages import plots_of, rows_of, text_of
-from tests.tiers import grid
 
 TRAINING = {
     "static": 17.72,
@@ -149,13 +147,9 @@ def test_numbers_of_the_table_are_those_of_the_records(full):
         assert set(cells) == set(known)
         assert [name for name, text in cells.items() if not rounds_to(text, known[name])] == []
         assert rounds_to(cells["Speedup over static"], 17.72 / TRAINING[method.name])
-    assert [row.strong for row in simulation_table(record()).rows].count(True) == 4
     assert cells_of(full, "forced balance")["Share of forced balance"] == "100.0"
-    assert [cells_of(full, limit)["Executed"] for limit in ("forced balance", "lower bound")] == [
-        "no",
-        "no",
-    ]
     assert cells_of(full, "lower bound")["Share of the bound"] == "100.0"
+    assert {cells_of(full, limit)["Executed"] for limit in ("forced balance", "lower bound")} == {"no"}
 
 
 def test_tiles_and_sentences_are_on_the_page(full):
@@ -166,21 +160,15 @@ def test_tiles_and_sentences_are_on_the_page(full):
     assert "cells of a group in a step 1,536 2 of 4 groups simulated" in text
     assert simulation_finding(found) in text
     assert executed(found) in text
-    assert [tile.name for tile in simulation_tiles(record(("static",)))] == [t.name for t in simulation_tiles(found)][
-        1:
-    ]
 
 
 def test_pictures_show_the_records(full):
     seen = plots_of(full)
     assert "static 18.2 s, EPLB, previous step (not executed) 16.0 s" in seen["The step by method"]
-    spent = seen["What recompute and update are spent on"]
-    assert spent.startswith("static 3.54 s, foreroute 2.65 s, foreroute, 8 slots against traffic 1.97 s, EPLB, per")
-    assert len(seen) == 2
+    assert seen["What recompute and update are spent on"].startswith("static 3.54 s, foreroute 2.65 s, ")
 
 
-@pytest.mark.usefixtures("unpainted")
-@grid(
+@pytest.mark.parametrize(
     ("names", "shown", "finding"),
     [
         (("static",), [], "forced balance would make recompute and update 1.35 times as fast as static; no other"),
@@ -192,12 +180,11 @@ def test_pictures_show_the_records(full):
             "1.34 times as fast as static and 1.13 times as fast as LLEP-style (not executed), the fastest other",
         ),
     ],
-    quick=2,
 )
-def test_some_methods_alone(tmp_path, names, shown, finding):
+def test_some_methods_alone(names, shown, finding):
     found = record(names)
     assert [method.name for method in compared(found.methods)] == shown
-    text = text_of(page(tmp_path, found))
+    text = simulation_finding(found)
     assert finding in text
     assert ("fastest other" in text) is ("ours" in names)
     assert simulation_table(found).column("Method")[:-2] == [method.label for method in found.methods]
@@ -207,32 +194,15 @@ def test_some_methods_alone(tmp_path, names, shown, finding):
 def test_a_scenario_that_no_executor_carries_out_is_marked_at_every_figure(tmp_path):
     found = record(("static", "ours"))
     missing = ("expert-parallel ranks on several nodes", "expert data parallelism")
-    assert executed(record(("static", "eplb_step"))) == (
-        "Executed in tests on CPU processes: static. Not executed: EPLB, this step would take plans of other "
-        "balancers. The two limits never are."
-    )
     assert executed(found) == "Executed in tests on CPU processes: static; foreroute. The two limits never are."
     found = replace(found, methods=tuple(replace(method, not_executed=missing) for method in found.methods))
     assert executed(found) == (
         f"Nothing of it has been executed as it is simulated: it takes {', '.join(missing)}. {SEVERAL_NODES}"
     )
-    one_node = replace(found, methods=tuple(replace(method, not_executed=missing[1:]) for method in found.methods))
-    assert "several nodes" not in executed(one_node)
     assert simulation_finding(found).startswith("By the cost model, and not executed, foreroute makes")
     assert set(simulation_table(found).column("Executed")) == {"no"}
     text = text_of(page(tmp_path, found))
     assert "All times are modelled, not executed" in text
-    plots = [by_phase(found), by_part(found)]
-    assert all(plot.caption.x_label.endswith("seconds, modelled, not executed") for plot in plots)
-
-
-def test_a_faster_plan_of_ours_stands_in_the_finding_and_no_other_does():
-    found = record(("static", "ours", "ours_traffic", "eplb_micro_step"))
-    assert "foreroute, 8 slots against traffic is 1." in simulation_finding(found)
-    slower = replace(found["ours"], name="ours_traffic", label="foreroute, 8 slots against traffic")
-    assert "against traffic" not in simulation_finding(
-        replace(found, methods=(found["static"], found["ours"], slower, found["eplb_micro_step"]))
-    )
 
 
 def test_a_step_that_takes_longer_is_no_gain_however_fast_its_training():
@@ -250,8 +220,7 @@ def test_a_step_that_takes_longer_is_no_gain_however_fast_its_training():
     assert simulation_tiles(found)[0].value == f"{1000 * (hours - found['static'].gpu_hours):.3g}"
 
 
-@pytest.mark.usefixtures("unpainted")
-def test_fitted_rates(tmp_path):
+def test_fitted_rates():
     found = FitRecord(
         hardware=hardware_preset("h100"),
         parameters={"gemm_flops_per_s": 3.21e14, "host_bytes_per_s": 2.5e10, "layer_s": 9e-5},
@@ -263,10 +232,9 @@ def test_fitted_rates(tmp_path):
         rank_correlation=1.0,
         before={"gemm_flops_per_s": 6e14, "host_bytes_per_s": 5e10, "layer_s": 4e-5},
     )
-    text = text_of(page(tmp_path, record(("static",)), fit=found))
-    assert "gemm_flops_per_s 600 TFLOP/s 321 TFLOP/s" in text
-    assert "host_bytes_per_s 50 GB/s 25 GB/s" in text
-    assert "layer_s 40 us 90 us" in text
-    assert "2 measured passes are predicted with a median error of 3.50 % and a worst of 4.00 %" in text
-    assert "the rank correlation is 1.00." in text
+    rows = [" ".join(row.cells).replace("\N{NO-BREAK SPACE}", " ") for row in fit_table(found).rows]
+    assert "gemm_flops_per_s 600 TFLOP/s 321 TFLOP/s" in rows
+    assert "layer_s 40 us 90 us" in rows
+    said = fit_summary(found).replace("\N{NO-BREAK SPACE}", " ")
+    assert "2 measured passes are predicted with a median error of 3.50 % and a worst of 4.00 %" in said
     assert "the rank correlation is not defined." in fit_summary(replace(found, rank_correlation=None))

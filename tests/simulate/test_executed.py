@@ -1,9 +1,7 @@
 """What is called executed is executed: a test for every ability, and the rows of the simulator's table on processes."""
 
-import ast
 import warnings
 from dataclasses import replace
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -15,7 +13,7 @@ from foreroute.costs.model import CostModel
 from foreroute.costs.presets import HARDWARE, MODELS
 from foreroute.ep.transfer.engine import TransferOptions
 from foreroute.plan import Links, PlanOptions, Topology
-from foreroute.plan.capabilities import EXECUTES, Ability, lacking, warn_of_lacks
+from foreroute.plan.capabilities import EXECUTES, Ability, warn_of_lacks
 from foreroute.planner import plan
 from foreroute.simulate import parse_config, simulate
 from foreroute.simulate.balancers import BalancerInput
@@ -25,20 +23,6 @@ from tests.adapters.hf.families import skip_where_nothing_is_spread
 from tests.simulate.simulate_cases import small_config
 from tests.train.small_runs import SIZES
 
-ROOT = Path(__file__).parents[2]
-MEGATRON = "tests/adapters/megatron/test_plan_execution.py::"
-STATIC = MEGATRON + "test_losses_gradients_weights_and_state_equal_those_of_the_static_run"
-FLEX = MEGATRON + "test_plans_are_executed_by_kernels_that_are_told_places"
-MOVED = "tests/adapters/megatron/test_home_placement.py::test_losses_weights_state_and_routes_are_equal_bit_for_bit"
-HOMES = "tests/ep/test_homes.py::test_what_moves_and_comes_back_has_its_bits_and_its_memory"
-GROUPS = "tests/ep/test_replicas.py::test_a_step_with_replicas_is_that_of_all_to_all"
-TESTS = {
-    "hf": {Ability.EXPERT_DATA_PARALLEL: GROUPS, Ability.REPLICAS: GROUPS, Ability.HOME_MOVES: HOMES},
-    "megatron": {Ability.EXPERT_DATA_PARALLEL: STATIC, Ability.REPLICAS: STATIC, Ability.HOME_MOVES: MOVED},
-    "megatron_flex": {Ability.EXPERT_DATA_PARALLEL: FLEX, Ability.REPLICAS: FLEX, Ability.HOME_MOVES: MOVED},
-    "hf_own": {},
-}
-"""The test that executes each ability."""
 RANKS, MICRO_STEPS = 4, 2
 ROWS = ("static", *PRESETS)
 HOMES_ALONE = ("ours_homes", "ours_homes_previous")
@@ -54,16 +38,6 @@ COSTS = CostModel(
     ),
     paths="host",
 )
-
-
-def test_every_ability_of_the_table_has_a_test():
-    assert {executor: set(tests) for executor, tests in TESTS.items()} == EXECUTES
-    for place in {place for tests in TESTS.values() for place in tests.values()}:
-        path, name = place.split("::")
-        functions = [
-            node.name for node in ast.parse((ROOT / path).read_text()).body if isinstance(node, ast.FunctionDef)
-        ]
-        assert name in functions, place
 
 
 @pytest.fixture(scope="module")
@@ -153,14 +127,6 @@ def test_what_no_executor_does_is_marked(change, missing):
     found = simulate(parse_config(values, source="the test"))
     assert set(found["ours"].not_executed) == missing
     assert set(found["static"].not_executed) == missing
-
-
-def test_one_executor_must_do_all(monkeypatch):
-    monkeypatch.setitem(EXECUTES, "hf", frozenset({Ability.NODES}))
-    assert lacking({Ability.NODES, Ability.EXPERT_DATA_PARALLEL}) == ("expert data parallelism",)
-    assert lacking({Ability.EXPERT_DATA_PARALLEL}) == ()
-    grouped = small_config(gpus=8, methods=["ours", "ours_traffic"], costs={"paths": "direct"})
-    assert simulate(grouped)["ours_traffic"].not_executed == ()
 
 
 def test_a_plan_for_what_the_executor_lacks_is_warned_of(monkeypatch):

@@ -255,25 +255,6 @@ def test_fetches_share_the_links_with_all_to_alls_that_are_hidden():
     assert found.end_s == pytest.approx(1 + 0.8 + 1)
 
 
-FASTER = ("all_to_all_ML", "experts_MLG2", "attention_MG2", "host_KMLG", "direct_KMLG4", "gradient_MLG4")
-
-
-@settings(max_examples=60)
-@given(
-    seed=st.integers(0, 2**32 - 1),
-    name=st.sampled_from(FASTER),
-    factor=st.floats(0.0, 0.99),
-    rule=st.fixed_dictionaries(
-        {"prefetch": st.integers(0, 3), "keeps_slots": st.booleans(), "overlap": st.sampled_from([0.0, 0.3, 1.0])}
-    ),
-)
-def test_faster_links_and_ranks_never_slow_a_step(seed, name, factor, rule):
-    work = random_work(seed)
-    slow = run(work, rules(**rule), pass_index=1)
-    quick = run(work._replace(**{name: factor * getattr(work, name)}), rules(**rule), pass_index=1)
-    assert quick.end_s <= slow.end_s + 1e-9
-
-
 @settings(max_examples=30)
 @given(seed=st.integers(0, 2**32 - 1), keeps=st.booleans(), prefetch=st.integers(0, 3))
 def test_every_resource_does_exactly_its_work(seed, keeps, prefetch):

@@ -19,19 +19,11 @@ WIDE = {"num_experts": 32_768, "num_layers": 1000}
     ("values", "message"),
     [
         ({"workload": {"micro_steps": 999_999}}, "would take about .* GB of memory; expected at most 2 GB"),
-        ({"workload": {"layers": 48, "groups": 999_999, "micro_steps": 5000}}, "would take about .* GB of memory"),
         ({"cluster": {"gpus": 1024, "expert_parallel": 1024}, "model": WIDE}, "would take about .* GB of memory"),
         ({"cluster": {"gpus": 64, "expert_parallel": 64, "redundant_slots": 2000}}, "redundant_slots"),
-        (
-            {"cluster": {"gpus": 999_999, "expert_parallel": 1}, "workload": {"groups": 999_999}},
-            "would take about .* GB",
-        ),
         ({"cluster": {"gpus": 2**40, "expert_parallel": 16}}, r"cluster\.gpus: .*less than or equal to 999999"),
-        ({"cluster": {"gpus": 65536, "expert_parallel": 65536}}, r"cluster\.expert_parallel: .*or equal to 1024"),
         ({"workload": {"tokens_per_rank": 2**24}}, "assignments in a cell; expected 2147483647 at most"),
-        ({"workload": {"skew": 1e30}}, r"workload\.skew"),
         ({"execution": {"rollout_s": 1e300}}, r"execution\.rollout_s"),
-        ({"links": {"node_latency_s": 1e300}}, r"node_latency_s is 1e\+300; expected"),
     ],
 )
 def test_what_would_take_too_much_is_refused_before_it_is_taken(values, message):
@@ -42,18 +34,6 @@ def test_what_would_take_too_much_is_refused_before_it_is_taken(values, message)
         simulate(parse_config(asked, source="here"))
     assert tracemalloc.get_traced_memory()[1] < 64 << 20
     tracemalloc.stop()
-
-
-def test_the_largest_that_anyone_simulates_is_let_through():
-    values = {
-        "cluster": {"gpus": 4096, "expert_parallel": 64},
-        "model": {"preset": "deepseek-v3"},
-        "workload": {"layers": 58, "micro_steps": 32, "groups": 1},
-    }
-    parse_config(values, source="here")
-    parse_config(
-        {**values, "cluster": {"gpus": 2048, "expert_parallel": 256}, "workload": {"layers": 4}}, source="here"
-    )
 
 
 def test_counts_from_a_file_are_bounded_like_drawn_ones(tmp_path):
@@ -69,13 +49,9 @@ def test_counts_from_a_file_are_bounded_like_drawn_ones(tmp_path):
     ("table", "values"),
     [
         ("links", dict.fromkeys(("node_bytes_per_s", "cluster_bytes_per_s", "host_bytes_per_s"), 1e6)),
-        ("links", dict.fromkeys(("node_bytes_per_s", "cluster_bytes_per_s", "host_bytes_per_s"), 1e18)),
-        ("links", dict.fromkeys(("node_latency_s", "cluster_latency_s"), 0.01)),
         ("hardware", dict.fromkeys(("gemm_flops_per_s", "attention_flops_per_s", "memory_bytes_per_s"), 1e6)),
         ("hardware", {"gemm_flops_per_s": 1e24, "layer_s": 0.01, "tile_rows": 1_000_000}),
         ("model", {"hidden": 1 << 20, "intermediate": 1 << 20, "vocabulary": 1 << 24, "dense_parameters": 1 << 40}),
-        ("model", {"weight_bytes": 8.0, "gradient_bytes": 8.0, "activation_bytes": 8.0, "num_layers": 1024}),
-        ("execution", {"planning_s": 604_800.0, "rollout_s": 604_800.0, "plan_lead_s": 604_800.0}),
         ("costs", {"prefetch": 999_999}),
         ("workload", {"skew": 1000.0}),
         ("workload", {"skew": 0.001}),

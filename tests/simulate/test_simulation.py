@@ -99,12 +99,6 @@ def everything():
     return config, simulate(config, balancers={"llep": OTHER_BALANCERS["llep"]})
 
 
-@pytest.mark.parametrize("name", ["bound", "forced_balance", "static"])
-def test_a_balancer_cannot_take_a_name_of_ours(name):
-    with pytest.raises(ConfigError, match=f"balancers are called {name}"):
-        simulate(small_config(), balancers={name: OTHER_BALANCERS["llep"]})
-
-
 def test_no_method_beats_the_bound_and_parts_add_up(everything):
     _, found = everything
     assert len(found.methods) == 11
