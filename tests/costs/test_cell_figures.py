@@ -39,7 +39,7 @@ def test_a_step_is_the_sum_of_its_cells():
     np.testing.assert_allclose(step_parts(hosts, counts, topology, COSTS), sum(cells), rtol=1e-12)
 
 
-@pytest.mark.parametrize(("num_ranks", "ranks_per_node"), [(4, 2), (8, 2), (4, 4), (4, 1)])
+@pytest.mark.parametrize(("num_ranks", "ranks_per_node"), [(8, 2), (4, 4), (4, 1)])
 def test_figures_equal_the_slow_oracle(num_ranks, ranks_per_node):
     for seed, dispatcher, paths in itertools.product(range(8), ("copies", "dedup"), ("host", "direct")):
         kinds = {"dispatcher": dispatcher, "paths": paths, "top_k": 1 + seed % 3}

@@ -7,7 +7,7 @@ import pytest
 
 from foreroute.costs.model import BACKWARD, CostModel
 from foreroute.costs.presets import HARDWARE, MODELS, hardware_preset, model_preset
-from foreroute.errors import ConfigError, TopologyError
+from foreroute.errors import TopologyError
 from foreroute.plan.hosts import CellPlan, Hosts
 
 COSTS = CostModel(model=MODELS["qwen3-30b-a3b"], hardware=HARDWARE["h100"])
@@ -75,13 +75,6 @@ def test_models_have_as_many_parameters_as_published(name, billions, share):
     layer = model.num_experts * model.expert_parameters + model.dense_parameters
     total = model.num_layers * layer + 2 * model.vocabulary * model.hidden
     assert total == pytest.approx(billions * 1e9, rel=share)
-
-
-def test_unknown_presets_are_refused_with_the_nearest():
-    with pytest.raises(ConfigError, match=r"hardware preset.*'h10'.*h100"):
-        hardware_preset("h10")
-    with pytest.raises(ConfigError, match=r"preset.*called 'gpt'"):
-        model_preset("gpt")
 
 
 def test_a_rack_is_one_node_and_other_counts_must_fill_nodes():

@@ -62,5 +62,5 @@ def test_counts_in_any_order_and_of_any_type_cost_the_same():
     counts = random_counts(0, (3, 2, 4, 8), most=300)
     plan = random_plan(counts, Topology(4, 2, 1, LINKS))
     parts_SP = step_parts(plan.hosts, counts, plan.topology, COSTS)
-    for same in (np.asfortranarray(counts), counts.astype(np.int32), np.repeat(counts, 2, axis=3)[..., ::2]):
-        np.testing.assert_array_equal(step_parts(plan.hosts, same, plan.topology, COSTS), parts_SP)
+    same = np.asfortranarray(counts.astype(np.int32))
+    np.testing.assert_array_equal(step_parts(plan.hosts, same, plan.topology, COSTS), parts_SP)

@@ -37,10 +37,7 @@ def test_round_trip(tmp_path):
         verify(again, counts)
 
 
-@pytest.mark.parametrize(
-    ("most", "stored"),
-    [(255, np.uint8), (256, np.uint16), (65_535, np.uint16), (65_536, np.int32), (2**31 - 1, np.int32)],
-)
+@pytest.mark.parametrize(("most", "stored"), [(255, np.uint8), (65_535, np.uint16), (65_536, np.int32)])
 def test_splits_keep_their_values_in_as_few_bytes_as_hold_them(most, stored, tmp_path):
     plan, _ = small_case(1)
     plan = changed(plan, "tokens_RG", (3, 1), most)
@@ -50,9 +47,8 @@ def test_splits_keep_their_values_in_as_few_bytes_as_hold_them(most, stored, tmp
 
 def test_a_plan_that_contradicts_itself_is_not_written(tmp_path):
     plan, _ = small_case(1)
-    for gain in (float("-inf"), float("nan"), 2.0):
-        with pytest.raises(PlanError, match="finite shares"):
-            save_plan(replace(plan, gains={"recompute": gain, "update": 0.0}), tmp_path / "p")
+    with pytest.raises(PlanError, match="finite shares"):
+        save_plan(replace(plan, gains={"recompute": 2.0, "update": 0.0}), tmp_path / "p")
     with pytest.raises(PlanError, match="there are 2 slots"):
         save_plan(changed(plan, "slot_R", 0, 2), tmp_path / "p")
     assert not list(tmp_path.iterdir())
@@ -67,11 +63,6 @@ def test_other_files_are_refused(tmp_path):
         load_plan(trace_path)
     with pytest.raises(TraceFileError, match="trace file"):
         fr.load(plan_path)
-    with pytest.raises(PlanError, match="exist"):
-        load_plan(tmp_path / "none")
-    (tmp_path / "text").write_text("hello")
-    with pytest.raises(PlanError, match=r"safetensors.*foreroute"):
-        load_plan(tmp_path / "text")
 
 
 def _forged(tmp_path, change):
@@ -97,23 +88,13 @@ def _edit_topology(**values):
 
 
 FORGERIES = {
-    "no json": (_metadata("topology", "[[[["), "no readable plan file"),
     "deep json": (_metadata("topology", "[" * 100_000), "no readable plan file"),
-    "no topology": (_metadata("topology", "[]"), "the topology is"),
     "half nodes": (_edit_topology(ranks_per_node=3), "do not fill nodes"),
-    "unknown topology": (_edit_topology(extra=3), "the topology.*extra"),
-    "text links": (_edit_topology(links={"node_bytes_per_s": "1"}), r"topology\.links lacks.*node_latency_s"),
-    "links that are none": (_edit_topology(links=3), r"topology\.links is 3"),
     "a link of 400 digits": (_edit_topology(links=vars(LINKS) | {"node_latency_s": 10**400}), "node_latency_s is 1000"),
-    "slots of 400 digits": (_edit_topology(redundant_slots=10**400), "redundant_slots is 1000"),
-    "gains that are none": (_metadata("gains", "[]"), "gains are .*recompute and update"),
     "gains of one pass": (_metadata("gains", '{"update": 0.1}'), "gains are .*recompute and update"),
     "gains by no path": (_metadata("gains", '{"recompute": 0.1, "update": 0.1}'), "priced_paths is None"),
     "a gain too large to be one": (_metadata("gains", '{"recompute": -1e999, "update": 0.1}'), "gains are .*finite"),
-    "a path that is none": (_metadata("priced_paths", "nfs"), "priced_paths is 'nfs'"),
-    "a price that is none": (_metadata("unpriced", "moves"), r"unpriced is \('moves',\)"),
     "no price without gains": (_metadata("unpriced", "planning"), "expected .* where no gains are"),
-    "counts without a digest": (_metadata("counts_digest", "0" * 31), "32 hexadecimal digits"),
     "letters": (_metadata("counts_digest", "é" * 32), "32 hexadecimal digits"),
     "fetched twice": (_tensor("fetched_R", np.full(28, 2, np.uint8).view(np.bool_)), "neither 0 nor 1"),
     "wrapping staircase": (_tensor("offsets", np.array([*STAIRCASE, 28, 28, 28], np.int64)), "ascend from 0 to the 28"),
@@ -125,28 +106,6 @@ def test_forgeries_with_a_right_checksum_are_refused(kind, tmp_path):
     change, message = FORGERIES[kind]
     with pytest.raises(PlanError, match=message):
         load_plan(_forged(tmp_path, change))
-
-
-def test_no_memory_is_taken_for_ranks_that_no_expert_is_on(tmp_path):
-    def change(metadata, tensors):
-        for name, tensor in tensors.items():
-            tensors[name] = tensor[:0]
-        tensors.update(offsets=np.zeros(1, np.int64), home_LE=np.zeros((3, 0), np.int16))
-        tensors.update(previous_home_LE=np.zeros((3, 0), np.int16), max_load_ML=np.zeros((0, 3), np.int64))
-        tensors.update(bound_ML=np.zeros((0, 3)))
-        tensors.update(tokens_RG=np.zeros((0, 30_000), np.int32))
-        _edit_topology(num_ranks=30_000, ranks_per_node=1)(metadata, tensors)
-
-    with pytest.raises(PlanError, match="3 layers with 0 experts on 30000 ranks"):
-        load_plan(_forged(tmp_path, change))
-
-
-def test_numbers_of_numpy_are_kept_as_integers(tmp_path):
-    plan, _ = small_case(3)
-    given = Topology(*np.array([plan.topology.num_ranks, plan.topology.ranks_per_node, 2]), plan.topology.links)
-    kept = load_plan(save_plan(replace(plan, topology=given), tmp_path / "p")).topology
-    assert kept == replace(plan.topology, redundant_slots=2)
-    assert type(kept.num_ranks) is int
 
 
 VERSION_8 = Path(__file__).parent / "data" / "plan-v8.safetensors"
@@ -185,8 +144,8 @@ def test_version_8_is_read_and_written():
     assert plan_to_bytes(archived()) == VERSION_8.read_bytes()
 
 
-@pytest.mark.parametrize("content", [b"", b"nonsense", b"\2" + bytes(7) + b"{}", b"\x10" + bytes(7) + b"[" * 16])
-def test_bytes_that_are_no_plan_are_refused(content):
-    with pytest.raises(PlanError, match=r"plan.*another"):
-        plan_from_bytes(content)
+def test_bytes_that_are_no_plan_are_refused():
+    for content in (b"", b"\x10" + bytes(7) + b"[" * 16):
+        with pytest.raises(PlanError, match=r"plan.*another"):
+            plan_from_bytes(content)
     assert equal(plan_from_bytes(plan_to_bytes(archived())), archived())
