@@ -4,7 +4,7 @@ import itertools
 
 import pytest
 
-from benchmarks.harness.pairs import RESOLUTION, compare, median_interval, near_one, seconds_in_turn
+from benchmarks.harness.pairs import RESOLUTION, compare, median_interval, near_one
 
 
 @pytest.mark.parametrize("n", [2, 5, 6, 8, 12])
@@ -52,14 +52,6 @@ def test_the_time_of_a_candidate_stands_over_that_of_the_baseline():
     assert (found.baseline_ms, found.pairs) == (pytest.approx(1000), 7)
     assert found.shown() == {"median": 1.25, "lower": 1.25, "upper": 1.25}
     assert Machine().compared([1.25], pairs=5).shown() == {"median": 1.25, "lower": None, "upper": None}
-
-
-def test_works_take_turns_and_each_round_begins_with_another():
-    ran = []
-    works = {name: lambda name=name: ran.append(name) for name in "abc"}
-    seconds = seconds_in_turn(works, rounds=3)
-    assert "".join(ran) == "abc" + "bca" + "cab" + "abc"
-    assert {name: len(taken) for name, taken in seconds.items()} == dict.fromkeys("abc", 3)
 
 
 def test_few_pairs_or_a_wide_interval_resolve_nothing():

@@ -1,14 +1,11 @@
 """Intervals over seeds against scipy's tests; the collapse rule against its own words."""
 
-import math
-
 import numpy as np
 import pytest
 from scipy import stats
 
-from experiments.intervals import mean_interval, paired_difference, paired_ratio
+from experiments.intervals import paired_difference, paired_ratio
 from experiments.series import WINDOW, collapse_step
-from foreroute.records import alarm_rules
 
 VALUES = {0: 0.71, 1: 0.78, 2: 0.64, 3: 0.9, 4: 0.66}
 OTHERS = {4: 0.5, 2: 0.61, 1: 0.8, 7: 3.0, 0: 0.4}
@@ -36,14 +33,6 @@ def test_ratios_are_geometric_and_need_positive_figures():
     assert paired_ratio(VALUES, {9: 1.0}) is None
 
 
-@pytest.mark.parametrize("values", [[], [3.0]])
-def test_fewer_than_two_seeds_have_no_interval(values):
-    found = mean_interval(np.array(values))
-    assert found.seeds == len(values)
-    assert math.isnan(found.low)
-    assert not found.excludes(1e9)
-
-
 def rule(rewards):
     """Step by step, as it is written."""
     averages = [np.mean(rewards[i : i + WINDOW]) for i in range(len(rewards) - WINDOW + 1)]
@@ -63,11 +52,3 @@ def test_collapse_is_decided_as_the_rule_says():
         found.append(collapse_step(rewards.tolist()))
         assert found[-1] == rule(rewards)
     assert 8 < sum(step is not None for step in found) < 72, "both outcomes were seen"
-
-
-def test_a_dip_is_no_collapse_whatever_the_product_warns_of(monkeypatch):
-    monkeypatch.setattr(alarm_rules, "COLLAPSE_FOR", 2)
-    high, low = [0.8] * 20, [0.02]
-    # of ten values six must be low, so that n low ones in a row make n - 1 low averages
-    assert collapse_step(high + low * 10 + high) is None
-    assert collapse_step(high + low * 11 + high) == 34

@@ -1,6 +1,5 @@
 """The page: what it says follows from the results, and nothing else."""
 
-import json
 from copy import deepcopy
 from pathlib import Path
 
@@ -8,13 +7,12 @@ import numpy as np
 import pytest
 
 from experiments.__main__ import PAGE, RESULTS
-from experiments.arms import Arms, Measure, at, reward_first, reward_last
-from experiments.arms import static as static_of
-from experiments.claimed import PASSES, claims
+from experiments.arms import Arms, Measure, at
+from experiments.claimed import claims
 from experiments.claims import judged, verdict
-from experiments.grid import ARMS, FEW, FRESH, SEEDS, grid
-from experiments.intervals import Interval, interval_text
-from experiments.page import figures_text, page_text, write_page
+from experiments.grid import FEW, FRESH, SEEDS, grid
+from experiments.intervals import Interval
+from experiments.page import figures_text, page_text
 from experiments.page_tables import tables
 from experiments.plots import PICTURES
 from experiments.runner import current
@@ -70,24 +68,6 @@ def test_every_claim_and_table_asks_for_arms_and_figures_of_the_grid():
     assert all(len(table.lines(done)) == len(table.rows) for table in tables().values())
 
 
-def test_an_interval_near_a_round_number_shows_its_ends():
-    assert interval_text(Interval(1.0002, 1.0001, 1.0004, 5)) == "1.0002 [1.0001, 1.0004]"
-    assert interval_text(Interval(0.5, 0.4, 0.6, 5), signed=True) == "+0.5 [0.4, 0.6]"
-    assert interval_text(Interval(0.0, 0.0, 0.0, 5)) == "0 [0, 0]"
-
-
-def test_the_page_tells_what_every_arm_of_a_regime_did():
-    """Also where no replay collapses less, or where an exact engine brings more."""
-    text, regimes = PAGE.read_text(), {row[0]: row[1:] for row in table("boundary", Arms(KEPT))}
-    none, replayed, exact = (cell.partition("; ")[2] for cell in regimes["learning rate 8e-4"][:3])
-    assert (none, replayed, exact) == ("0/5", "2/5", "2/5")
-    assert f"{none} runs collapse without replay, {replayed} with R3 and\n  {exact} with an exact engine" in text
-    assert (
-        f"an exact engine changes the reward by {regimes['12 operands'][4]}, and R3 by\n  {regimes['12 operands'][3]}"
-        in text
-    )
-
-
 def test_claims_are_decided_by_the_arms_that_they_name():
     for claim, row in decided(KEPT).items():
         seeds = FRESH if "fresh seeds" in claim else FEW if "400 steps" in claim or "vLLM" in claim else SEEDS
@@ -116,38 +96,6 @@ def test_claims_are_decided_by_the_arms_that_they_name():
 
     grown = decided(planted("B/none/plain/8", grows))["Without R3 the mismatch grows through RL (8 mini-batches)"]
     assert grown.found.startswith("3.2 times")
-
-
-def test_tables_hold_means_over_seeds():
-    def change(figures, seed):
-        figures["none"] |= {"k3": 4e-3 * (1 + 0.1 * seed), "f2": 0.01, "f1.5": 0.01, "differing_share": 0.02}
-
-    rows = table("static", Arms(planted("A/moe/bfloat16", change)))
-    (row,) = [row for row in rows if row[:3] == ["MoE", "bfloat16", "none"]]
-    assert row[3] == "2 %"
-    assert row[4].startswith("0.0048 [")
-    assert row[5:] == ["0.01", "0.01"]
-
-
-def test_a_page_without_results_says_so(tmp_path):
-    write_page(grid(), tmp_path / "results.jsonl", tmp_path / "page.md")
-    text = (tmp_path / "page.md").read_text()
-    assert f"0 of {len(grid())} cells" in text
-    assert (tmp_path / "results.md").read_text().count("Not finished.") == len(tables()) - 2
-    assert not list((tmp_path / "page").iterdir())
-
-
-@pytest.mark.slow
-def test_a_page_of_a_part_of_the_grid_is_whole(tmp_path):
-    results = tmp_path / "results.jsonl"
-    results.write_text("".join(json.dumps(line) + "\n" for line in KEPT.values() if line["seed"] < 2))
-    write_page(grid(), results, tmp_path / "page.md")
-    text = (tmp_path / "page.md").read_text()
-    drawn = [path.name for path in (tmp_path / "page").iterdir()]
-    assert set(drawn) == {f"{name}.svg" for name in PICTURES}
-    assert all(f"(page/{picture})" in text for picture in drawn)
-    assert "too few seeds. [All of them" in text
-    assert "| too few seeds |" in (tmp_path / "results.md").read_text()
 
 
 def test_the_page_in_the_documentation_is_that_of_the_results():
@@ -201,52 +149,6 @@ def test_what_the_page_says_in_short_rests_on_verdicts():
     }
     for verdict_said, those in said.items():
         assert {claim: found[claim] for claim in those} == dict.fromkeys(those, verdict_said)
-
-
-def test_what_the_page_says_of_loads_rests_on_figures():
-    arms = Arms(KEPT)
-
-    def mean(*path):
-        return arms.mean(Measure(ROUTES, at(*path))).mean
-
-    for setting in ("8x1", "8x8"):
-        drawn, mixed = ([mean(of, setting, name) for name in ("swing", "step_change")] for of in ("workload", "mixed"))
-        assert drawn[0] > 2 * mixed[0]
-        assert drawn[1] > 3 * mixed[1]
-        made_up = [mean("synthetic", setting, name) for name in ("swing", "step_change")]
-        assert all(2 / 3 < ours / real < 4 / 3 for ours, real in zip(made_up, mixed, strict=True))
-        calibrated = [mean("calibrated", setting, name) for name in ("swing", "imbalance")]
-        real = [mean("mixed", setting, name) for name in ("swing", "imbalance")]
-        assert calibrated == pytest.approx(real, rel=0.08)
-        assert mean("calibrated", setting, "step_change") < 1.5 * mixed[1]
-    plans, history = (
-        [mean(on, name) for on in ("simulated", "workload_simulated")] for name in ("ours", "eplb_previous")
-    )
-    assert plans[0] == pytest.approx(plans[1], rel=0.03)
-    assert history[0] > 1.05 * history[1]
-
-
-def test_what_the_page_says_of_the_engines_own_noise_rests_on_figures():
-    arms = Arms(KEPT)
-    for arm in ("I/bfloat16", "I/fp8"):
-        for name in ("again", "neighbours", "prefix"):
-            assert set(arms.values(Measure(arm, static_of(name, "max_abs_log_ratio"))).values()) == {0.0}
-    for name in set(PASSES) - {"neighbours"}:
-        for measure in ("max_abs_log_ratio", "differing_share"):
-            assert list(arms.values(Measure("I/vllm", static_of(name, measure))).values()) == [0.0] * len(FEW)
-    found = {row.claim: row.verdict for row in judged(claims(), arms)}
-    chunks = "One engine chooses other experts in another pass (chunked prefill, {}; R3 paper)"
-    assert [found[chunks.format(engine)] for engine in ("bfloat16", "fp8", "vLLM")] == ["holds", "holds", "not shown"]
-
-
-def test_what_the_page_says_of_long_runs_and_base_starts_rests_on_figures():
-    arms = Arms(KEPT)
-    for arm in ARMS:
-        assert arms.collapsed(f"J/{arm}") == (0, len(FEW))
-        assert all(0.71 < reward < 0.96 for reward in arms.values(Measure(f"J/{arm}", reward_last)).values())
-        assert arms.collapsed(f"K/{arm}") == (0, len(SEEDS))
-        first, last = (arms.mean(Measure(f"K/{arm}", metric)).mean for metric in (reward_first, reward_last))
-        assert last < first == pytest.approx(0.2, abs=0.01)
 
 
 def test_the_table_of_the_simulator_is_that_of_the_results():

@@ -10,7 +10,6 @@ from foreroute.files.json_form import to_json
 from foreroute.records import Alarm, StepRecord
 from foreroute.records.runs import parse_step
 from foreroute.records.step_record import DeviceRecord, MismatchRecord
-from tests.report.report_runs import execution, step_line
 from tests.train.small_runs import small_config, trainer_of
 
 
@@ -24,11 +23,6 @@ def test_what_a_trainer_writes_is_read_whole():
     line = line_of(to_json(record))
     assert parse_step(line) == record
     assert {"mismatch", "importance", "sampling", "device", "expert_load", "margins_LB"} <= json.loads(line).keys()
-
-
-def test_what_is_written_is_read():
-    line = step_line(3) | {"execution": execution(3), "alarms": []}
-    assert to_json(parse_step(line_of(line))) == line
 
 
 def test_a_record_is_written_by_its_keys_and_read_again():
@@ -59,18 +53,13 @@ EXECUTED = {"ranks": 1, "max_over_mean": {"at_home": 1.0, "executed": 1.0}, "pas
     ("values", "reason"),
     [
         ({"of_tomorrow": 1}, "it has the unknown keys of_tomorrow; expected no other than alarms, "),
-        ({"device": {"kind": "cpu"}}, "device lacks name"),
         ({"step": True}, "step is True; expected an integer"),
-        ({"expert_load": {"5": 1.0}}, r"expert_load\.5 is '5'; expected one of "),
         ({"execution": EXECUTED}, r".*executed_MLG and at_home_MLG of pass recompute need .* numbers below 2\^63"),
         ({"tokens": 2**63}, "tokens is 9223372036854775808; expected an integer of 64 bits"),
         ({"loss": -(10**400)}, "loss is -1000000.*; expected a number"),
-        ({"seconds": {"update": "1"}}, r"seconds\.update is '1'; expected a number"),
-        ({"seconds": []}, r"seconds is \[\]; expected an object"),
         ({"live_agreement": [1.0, None]}, r"live_agreement\.1 is None; expected a number"),
         ({"trained_with": "sideways"}, "trained_with is 'sideways'; expected one of native, replayed"),
         ({"device": {"kind": "\ud800", "name": ""}}, r"device\.kind is .*; expected text"),
-        ({"alarms": [{"kind": "fire", "since": 1, "value": 1.0, "threshold": 1.0}]}, r"alarms\.0\.kind is 'fire'"),
     ],
 )
 def test_what_no_trainer_writes_is_refused_with_its_place(values, reason):
