@@ -36,14 +36,6 @@ def test_no_relative_link_of_the_repository_is_broken():
     assert missing(ROOT / "README.md", "[a](docs/none.md) [b](README.md#x)") == ["docs/none.md"]
 
 
-def test_every_benchmark_has_its_row_and_every_section_that_a_row_names_is_there():
-    page = (ROOT / "benchmarks" / "README.md").read_text()
-    rows = re.findall(r"^\| `(\w+)` \|.*\|$", page.partition("\n## ")[0], re.MULTILINE)
-    assert sorted(rows) == sorted(path.stem for path in (ROOT / "benchmarks").glob("[!_]*.py"))
-    headings = {heading.lower().replace(" ", "-") for heading in re.findall(r"^#+ (.+)$", page, re.MULTILINE)}
-    assert not set(re.findall(r"\]\(#([^)]+)\)", page)) - headings
-
-
 def test_every_room_has_a_page_of_the_reference_but_those_without_public_names():
     pages = "".join(page.read_text() for page in (ROOT / "docs" / "reference").glob("*.md"))
     rooms = {path.parent.name for path in (ROOT / "src" / "foreroute").glob("*/__init__.py")} - {"cli", "files"}

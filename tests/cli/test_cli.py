@@ -149,7 +149,6 @@ def test_validate_says_of_each_file_whether_it_is_sound(tmp_path):
     assert foreroute("validate", good).returncode == 0
 
 
-@pytest.mark.slow
 def test_diff_names_a_defect(tmp_path):
     rng, own = planted.case(0)
     trace, shifted = fr.save(own, tmp_path / "a"), fr.save(planted.shift(rng, own)[0], tmp_path / "b")

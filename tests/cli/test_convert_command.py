@@ -2,14 +2,12 @@
 
 import json
 import re
-from pathlib import Path
 
 import numpy as np
 import pytest
 
 import foreroute as fr
 from foreroute.capture import load_generation
-from foreroute.cli.convert import OPTIONS
 from tests import wires
 from tests.cli.command import foreroute
 from tests.traces import random_trace
@@ -104,12 +102,6 @@ def test_what_is_missing_is_told_in_options_of_the_verb(folder):
     body["choices"][0]["sampling_mask"] = [[1]] * 5
     (folder / "masks.json").write_text(json.dumps(body))
     refused(folder, "is not known; pass --model with the folder of the model", "masks.json")
-
-
-def test_what_decode_advises_is_still_said_so():
-    """Advice is put into options of the command where it occurs word for word."""
-    said = "".join(path.read_text() for path in Path(fr.capture.__file__).parent.glob("*.py"))
-    assert all(advice in said for advice in OPTIONS)
 
 
 def test_log_probs_are_kept_on_request(folder):

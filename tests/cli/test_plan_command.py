@@ -169,19 +169,6 @@ def test_traces_of_other_weights_than_the_first_are_warned_of(files, tmp_path):
         read_step(files / "cluster.toml", [tmp_path / each for each in ("6", "late", "mixed")], token_budget=40)
 
 
-def test_the_step_before_from_traces(files):
-    traces = sorted(files.glob("step-*.safetensors"))
-    save_counts(np.ones((1, 3, 4, 8), np.int64), files / "three.safetensors", overwrite=True)
-    step = read_step(files / "cluster.toml", [files / "three.safetensors"], previous=traces)
-    expected = np.zeros((3, 8), np.int64)
-    for path in traces:
-        trace = fr.load(path)
-        for layer in range(3):
-            ids = trace.expert_ids_NLK[trace.valid_N, layer]
-            expected[layer] += np.bincount(ids.ravel(), minlength=8)
-    assert step.previous_LE.tolist() == expected.tolist()
-
-
 @grid(
     ("words", "message"),
     [

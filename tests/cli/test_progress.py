@@ -2,25 +2,19 @@
 
 import io
 import os
-import re
 import signal
 import threading
 
-import numpy as np
 import pytest
 
-import foreroute as fr
 from foreroute.cli import terminal
 from foreroute.cli.exit_codes import ENDING, run
-from foreroute.cli.terminal import Console, Work, working
+from foreroute.cli.terminal import Console, Work
 from foreroute.cli.train import watching
 from foreroute.errors import ForerouteError
-from foreroute.plan import save_counts
 from foreroute.records import Alarm, StepRecord
 from foreroute.records.step_record import ADVICE, SuspicionRecord
 from foreroute.train import parse_config
-from tests.cli.command import CLUSTER, foreroute
-from tests.traces import random_trace
 
 CONFIG = parse_config({"name": "watched", "rl": {"steps": 41}}, source="test")
 ALARM = Alarm(kind="f2", since=3, value=0.25, threshold=0.1)
@@ -38,57 +32,6 @@ def works(monkeypatch):
 
     monkeypatch.setattr(terminal, "Work", Kept)
     return made
-
-
-@pytest.fixture
-def files(tmp_path, monkeypatch):
-    fr.save(random_trace(0, num_experts=8, top_k=2), tmp_path / "t")
-    save_counts(np.ones((2, 3, 4, 8), np.int32), tmp_path / "counts.safetensors")
-    (tmp_path / "cluster.toml").write_text(CLUSTER)
-    (tmp_path / "simulate.toml").write_text("cluster = {gpus = 8, expert_parallel = 4}")
-    (tmp_path / "run.toml").write_text('name = "slow"')
-    monkeypatch.chdir(tmp_path)
-
-
-PLAN = "plan counts.safetensors --topology cluster.toml --output plan.safetensors"
-
-
-@pytest.mark.parametrize(
-    ("words", "slow", "said"),
-    [
-        ("validate t u", "traces.load", "reading t: 0 of 2"),
-        (PLAN, "plan.compare_plan", r"comparing with other balancers: 0 of \d+"),
-        ("simulate simulate.toml", "simulate.simulate", "simulating"),
-        ("doctor --model t --rollout t", "doctor._examined", "loading the model"),
-        ("train run.toml", "train.train", "slow, preparing the run"),
-    ],
-)
-def test_a_verb_names_what_it_does_while_it_lasts(files, works, monkeypatch, words, slow, said):
-    told = []
-
-    def stand_in(*_, **__):
-        told.append(str(works[-1]))
-        raise ForerouteError("enough")
-
-    monkeypatch.setattr(f"foreroute.cli.{slow}", stand_in)
-    result = foreroute(*words.split())
-    assert (result.returncode, result.stderr) == (1, "error: enough\n")
-    assert re.fullmatch(said, told[0]), told
-
-
-def test_a_line_says_how_much_is_done_how_long_the_rest_takes_and_obeys_no_name():
-    now, text = [100.0], io.StringIO()
-    console = Console(file=text, force_terminal=True, width=100, color_system=None, get_time=lambda: now[0])
-    with working("planning", console, total=9216, unit="cells") as work:
-        assert str(work) == "planning: 0 of 9,216 cells"
-        work.advance(1234, 9216, "static")
-        assert (str(work), work.time_left()) == ("planning: static, 1,234 of 9,216 cells", ""), "no pace is known yet"
-        now[0] += 100.0  # one step may last longer than Rich looks back by default
-        work.advance(2234, 9216)
-        assert work.time_left() == "0:11:39 left"
-        work.begin("a\x1b[2J\nb")
-        assert work.time_left() == ""
-    assert "\x1b[2J" not in text.getvalue()
 
 
 def shown(works, steps):

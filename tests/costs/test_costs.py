@@ -6,8 +6,7 @@ import numpy as np
 import pytest
 
 from foreroute.costs.model import BACKWARD, CostModel
-from foreroute.costs.presets import HARDWARE, MODELS, hardware_preset, model_preset
-from foreroute.errors import TopologyError
+from foreroute.costs.presets import HARDWARE, MODELS, model_preset
 from foreroute.plan.hosts import CellPlan, Hosts
 
 COSTS = CostModel(model=MODELS["qwen3-30b-a3b"], hardware=HARDWARE["h100"])
@@ -75,10 +74,3 @@ def test_models_have_as_many_parameters_as_published(name, billions, share):
     layer = model.num_experts * model.expert_parameters + model.dense_parameters
     total = model.num_layers * layer + 2 * model.vocabulary * model.hidden
     assert total == pytest.approx(billions * 1e9, rel=share)
-
-
-def test_a_rack_is_one_node_and_other_counts_must_fill_nodes():
-    assert hardware_preset("gb200").topology(64, 2).num_nodes == 1
-    assert hardware_preset("h100").topology(4, 2).ranks_per_node == 4
-    with pytest.raises(TopologyError, match=r"12 ranks.*nodes.*8"):
-        hardware_preset("h100").topology(12, 2)

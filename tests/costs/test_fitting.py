@@ -50,12 +50,6 @@ def test_parameters_that_made_the_seconds_are_found(seed, factors):
     assert found_again(seed, factors, paths=1)
 
 
-def test_where_other_paths_become_the_slowest_nearly_all_are_found():
-    """A kink may hold the search: least squares know slopes on one side of it."""
-    rng = np.random.default_rng(0)
-    assert sum(found_again(seed, np.exp(rng.uniform(-1.4, 1.4, 5)), paths=3) for seed in range(40)) >= 34
-
-
 def test_seconds_of_a_replica_may_vanish_and_rates_end_at_their_bounds():
     def predicted(costs):
         hardware = costs.hardware

@@ -100,14 +100,6 @@ def test_slots_are_there_from_the_first_fetch_on(prefetch, sets):
     assert (kept == 2 * EXPERT * LAYERS).all()
 
 
-def test_layers_that_share_slots_have_no_more_than_are_fetched_ahead():
-    plan, known, sizes = case(0)
-    memory = memory_of(program(0))
-    assert plan.num_replicas_ML[0].all()
-    shared = memory.forecast(known, sizes, replace(plan, slots="shared")).bytes_MG
-    assert (memory.forecast(known, sizes, plan).bytes_MG - shared == 2 * (LAYERS - 2) * EXPERT).all()
-
-
 def test_a_budget_names_rank_micro_step_and_layer():
     plan, known, sizes = case(0)
     found = memory_of(program(0)).forecast(known, sizes, plan)

@@ -3,11 +3,10 @@
 from copy import deepcopy
 from pathlib import Path
 
-import numpy as np
 import pytest
 
 from experiments.__main__ import PAGE, RESULTS
-from experiments.arms import Arms, Measure, at
+from experiments.arms import Arms
 from experiments.claimed import claims
 from experiments.claims import judged, verdict
 from experiments.grid import FEW, FRESH, SEEDS, grid
@@ -149,17 +148,3 @@ def test_what_the_page_says_in_short_rests_on_verdicts():
     }
     for verdict_said, those in said.items():
         assert {claim: found[claim] for claim in those} == dict.fromkeys(those, verdict_said)
-
-
-def test_the_table_of_the_simulator_is_that_of_the_results():
-    arms = Arms(KEPT)
-    simulated = [row[:1] + [cell.partition(" ")[0] for cell in row[1:]] for row in table("simulated", arms)]
-    rows = [f"| {' | '.join(row)} |" for row in simulated]
-    text = (PAGE.parent / "simulate.md").read_text()
-    assert "\n".join(rows) in text
-    drawn, real = (
-        [arms.mean(Measure(ROUTES, at(of, size, "swing"))).mean for size in ("8x1", "8x8")]
-        for of in ("workload", "mixed")
-    )
-    swings = np.divide(drawn, real)
-    assert f"swing {swings[0]:.1f} to {swings[1]:.1f} times as much" in text

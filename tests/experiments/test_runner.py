@@ -12,7 +12,7 @@ import pytest
 
 from experiments import cells
 from experiments.cells import Cell
-from experiments.models import base_values, configuration
+from experiments.models import base_values
 from experiments.runner import GridError, current, finished, run_cells
 from foreroute.testing.ranks import environment
 from tests.experiments import cell_worker
@@ -69,16 +69,3 @@ def test_a_cell_whose_settings_changed_has_no_result(tmp_path, is_early):
     assert not current([Cell("T/0", "train", 0, "moe", {"rl": {"steps": 4}})], results)
     assert not current([Cell("T/0", "train", 0, "long", {"rl": {"steps": 3}})], results)
     assert not current([Cell("T/0", "train", 0, "moe", {"rl": {"steps": 3}}, shifted=True)], results)
-
-
-def test_a_default_or_a_trainer_that_changed_leaves_no_result(monkeypatch):
-    cell, base = Cell("T/0", "train", 0, "moe", {"rl": {"steps": 3}}), base_values("moe")
-    before, early = cell.digest(base), cell.settings_digest(base)
-    with monkeypatch.context() as patch:
-        patch.setattr(cells, "TRAINER_VERSION", cells.TRAINER_VERSION + 1)
-        assert cell.digest(base) != before
-    config = configuration(base, cell.settings, 0)
-    other_default = config.model_copy(update={"rl": config.rl.model_copy(update={"clip_low": 0.1})})
-    monkeypatch.setattr(cells, "configuration", lambda *_: other_default)
-    assert cell.digest(base) != before
-    assert cell.settings_digest(base) == early, "which is why early results are told apart"

@@ -125,6 +125,10 @@ def test_figures_are_those_of_the_routes_that_a_step_trained_with():
     def step_of(step):
         return record(step, f2=0.3, disagreement=0.05 if step < 10 else 0.4)
 
+    # of several mini-batches the last
+    assert [alarm.value for alarm in alarms([StepRecord(step=n, live_agreement=[1.0, 0.5]) for n in range(10)])] == [
+        0.5
+    ]
     for trained_with, kinds in (("native", {"f2", "disagreement"}), ("replayed", {"disagreement"})):
         history = [
             replace(step_of(step), trained_with=trained_with, mismatch=step_of(step).mismatch | {"replayed": close})

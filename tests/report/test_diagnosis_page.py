@@ -4,13 +4,11 @@ import re
 from dataclasses import replace
 
 import numpy as np
-import pytest
 
 from foreroute.doctor import Diagnosis, Evidence, diagnose
 from foreroute.doctor.evidence import Measures, TrainerPass
 from foreroute.report import write_diagnosis
 from foreroute.report.diagnosis import measure_table
-from foreroute.report.format import percentage
 from tests.report.pages import text_of
 from tests.traces import random_trace
 
@@ -62,23 +60,3 @@ def test_a_diagnosis_without_evidence_says_what_is_missing(tmp_path):
     assert html.count("is not shown") == 2
     assert "<figure" not in html
     assert "<table" not in html
-
-
-@pytest.mark.usefixtures("unpainted")
-def test_roots_that_are_no_near_ties_are_in_a_table_and_the_parts_of_k3_in_tiles(tmp_path):
-    engine, own = (random_trace(3, num_layers=12, route_seed=seed) for seed in (3, 9))
-    deficits = np.random.default_rng(0).exponential(1, engine.expert_ids_NLK.shape[:2])
-    logprobs = -np.arange(1.0, 9.0)
-    given = {"engine": engine, "engine_logprobs_R": logprobs, "native": TrainerPass(own, logprobs + 0.4)}
-    pages = []
-    for number in range(2):
-        evidence = Evidence(**given, replayed=TrainerPass(None, logprobs + 0.1, own, deficits))
-        diagnosis = diagnose(evidence)
-        pages.append(text_of(write_diagnosis(diagnosis, tmp_path / f"{number}.html").read_text()))
-        root = diagnosis.measures.roots.worst[0]
-        deficits[engine.offsets[root.sequence] + root.position, root.layer] = 60
-    assert ["No near-ties" in page for page in pages] == [False, True]
-    assert f"decoder {root.layer} {root.sequence} {root.position} " in pages[1]
-    share = diagnosis.measures.split.routing_share
-    assert share == pytest.approx(0.75)
-    assert f"{percentage(share)} of k3; replay takes it away".replace("\N{NO-BREAK SPACE}", " ") in pages[1]

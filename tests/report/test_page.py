@@ -69,20 +69,6 @@ def test_nothing_is_loaded_and_the_same_page_is_the_same_file(tmp_path):
     assert 'name="viewport"' in html[0]
 
 
-def test_a_row_has_a_cell_for_every_column():
-    with pytest.raises(ValueError, match=r"1 cells.*'a'.*2 columns"):
-        Table(columns=(Column("one"), Column("two")), rows=(TableRow(cells=("a",)),))
-    table = Table(columns=(Column("one"), Column("two")), rows=(TableRow(cells=("a", "b")),))
-    assert table.column("two") == ["b"]
-
-
-def test_names_mislead_no_reader(tmp_path):
-    name = os.fsdecode(b"run\xff\xe2\x80\xae\x1b[2J")
-    text = write_page(tmp_path / f"{name}.html", lambda: page(name)).read_text()
-    assert r"run\udcff\u202e\x1b[2J" in text
-    assert not set(text) & set("\x1b\u202e\udcff")
-
-
 def test_only_a_page_of_ours_is_replaced(tmp_path):
     (tmp_path / "mine.html").write_text("<html><head><title>mine</title></head></html>")
     (tmp_path / "notes.txt").write_text("notes")

@@ -1,7 +1,5 @@
 """The tables of a run: its summary against numbers worked out by hand, and its alarms."""
 
-import re
-from itertools import product
 from typing import get_args
 
 import pytest
@@ -93,18 +91,6 @@ def test_steps_in_a_row_are_one_row_with_the_worst_value(tmp_path):
     assert alarm_table(read_runs([run_with(tmp_path / "every", every)])).column("Advice") == list(ADVICE.values())
 
 
-@pytest.mark.usefixtures("unpainted")
-def test_the_next_command_stands_with_the_alarm_where_there_is_something_to_examine(tmp_path):
-    loud, quiet = run_with(tmp_path / "loud", {2: [alarm("f2", 0.2)]}), run_with(tmp_path / "quiet", {})
-    assert "foreroute doctor --model" not in text_of([loud, quiet], tmp_path / "1.html")
-    for folder, name in product((loud, quiet), ("rollouts", "checkpoints")):
-        (folder / name).mkdir()
-        (folder / name / "step-000000.safetensors").touch()
-    page = text_of([loud, quiet], tmp_path / "2.html")
-    alarms, rest = page.partition("<h2>Alarms")[2].split("<h2>", 1)
-    assert [re.findall(r"doctor --model \S*/(\w+) ", part) for part in (alarms, rest)] == [["loud"], ["loud", "quiet"]]
-
-
 def suspicion(looks_like, sentence="sequence 3 froze", **more):
     return {"looks_like": looks_like, "sentence": sentence, "share": 0.8, "usual": 0.02, **more}
 
@@ -162,16 +148,6 @@ def test_k3_without_replay_tells_other_weights_from_other_tokens(tmp_path, k3, w
     assert (table.column("Looks like"), table.column("k3 without replay")) == (["other weights or tokens"], [""])
 
 
-def test_what_k3_and_dropped_tokens_say_beside_suspicions_is_said_once_and_no_more_than_is_so(tmp_path):
-    older, layer, odd = suspicion("older-weights"), suspicion("stale-layer"), suspicion("what nobody knows")
-    by_step = {5: [older | {"usual": None}, layer], 6: [odd]}
-    run = suspicious_run(tmp_path / "run", by_step, k3_by_step={5: 9e-5}, dropped={5: 40})
-    table = suspicion_table(read_runs([run]))
-    assert table.column("k3 without replay")[:2] == ["9.00e-5, 2.00e-5 before"] * 2  # neither as before nor much more
-    assert [text.count("40 response tokens") for text in table.column("What was seen first")] == [1, 0, 0]
-    assert table.column("Advice")[2] == ADVICE["sentinel"]
-
-
 @pytest.mark.usefixtures("unpainted")
 def test_what_was_suspected_stands_first_on_the_page(tmp_path):
     wrong = suspicious_run(tmp_path / "wrong", {5: [suspicion("frozen-rows")]})
@@ -180,10 +156,3 @@ def test_what_was_suspected_stands_first_on_the_page(tmp_path):
     page = text_of([suspicious_run(tmp_path / "well", {}, steps=11)], tmp_path / "2.html")
     assert "The sentinel tested the replayed routes of 3 steps, and suspects none." in page
     assert page.index("<h2>Mismatch") < page.index("<h2>Alarms")
-
-
-@pytest.mark.usefixtures("unpainted")
-def test_the_page_says_where_nothing_was_recorded_and_where_nothing_went_off(tmp_path):
-    quiet = run_with(tmp_path / "quiet", {}, live_agreement=[1.0, 0.9])
-    old = write_run(tmp_path / "old", config("old"), [step_line(step) for step in range(8)])
-    assert "No alarm was on in quiet; the other runs did not record it." in text_of([quiet, old], tmp_path / "3.html")

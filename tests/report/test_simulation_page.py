@@ -6,13 +6,10 @@ from dataclasses import replace
 import pytest
 
 from benchmarks.balancers import OTHER_BALANCERS
-from foreroute.costs.presets import hardware_preset
 from foreroute.plan.capabilities import SEVERAL_NODES
 from foreroute.report.simulation import (
     HEADINGS,
     executed,
-    fit_summary,
-    fit_table,
     simulation_finding,
     simulation_table,
     simulation_tiles,
@@ -20,7 +17,6 @@ from foreroute.report.simulation import (
 )
 from foreroute.simulate import SimulatedMethod, SimulationRecord, parse_config
 from foreroute.simulate.engine import PARTS
-from foreroute.simulate.fit import FitRecord
 from foreroute.simulate.methods import METHODS, PRESETS
 from foreroute.simulate.records import PhaseSeconds, compared
 from tests.report.pages import plots_of, rows_of, text_of
@@ -218,23 +214,3 @@ def test_a_step_that_takes_longer_is_no_gain_however_fast_its_training():
     )
     assert simulation_tiles(found)[0].name == "GPU-hours lost in 1000 steps"
     assert simulation_tiles(found)[0].value == f"{1000 * (hours - found['static'].gpu_hours):.3g}"
-
-
-def test_fitted_rates():
-    found = FitRecord(
-        hardware=hardware_preset("h100"),
-        parameters={"gemm_flops_per_s": 3.21e14, "host_bytes_per_s": 2.5e10, "layer_s": 9e-5},
-        names=("a.safetensors, update", "b.safetensors, recompute"),
-        measured_s=(1.5, 0.25),
-        predicted_s=(1.45, 0.26),
-        median_error=0.035,
-        worst_error=0.04,
-        rank_correlation=1.0,
-        before={"gemm_flops_per_s": 6e14, "host_bytes_per_s": 5e10, "layer_s": 4e-5},
-    )
-    rows = [" ".join(row.cells).replace("\N{NO-BREAK SPACE}", " ") for row in fit_table(found).rows]
-    assert "gemm_flops_per_s 600 TFLOP/s 321 TFLOP/s" in rows
-    assert "layer_s 40 us 90 us" in rows
-    said = fit_summary(found).replace("\N{NO-BREAK SPACE}", " ")
-    assert "2 measured passes are predicted with a median error of 3.50 % and a worst of 4.00 %" in said
-    assert "the rank correlation is not defined." in fit_summary(replace(found, rank_correlation=None))

@@ -4,7 +4,6 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-import torch
 
 from benchmarks.balancers import OTHER_BALANCERS
 from foreroute.costs.model import CostModel
@@ -15,7 +14,6 @@ from foreroute.simulate import methods
 from foreroute.simulate.balancers import BalancerInput
 from foreroute.simulate.eplb import eplb_placement
 from tests.plan.random_plans import LINKS
-from tests.simulate.eplb_published import published_placement
 
 BALANCERS = methods.BALANCERS | OTHER_BALANCERS
 # numba compiles this one, which takes longer than all tests of the others
@@ -143,17 +141,33 @@ SHAPES = [(12, 16, 8), (128, 144, 8), (128, 160, 16), (64, 64, 8)]
 """Experts, copies and ranks."""
 
 
-def test_the_published_form_gives_the_map_of_its_readme():
-    """Two layers of 12 experts in 4 groups, 16 copies, 2 nodes, 8 ranks."""
-    assert published_placement(torch.tensor(README_LOADS), 16, 4, 2, 8).tolist() == README_MAP
+def published(loads_E, num_copies, num_ranks):
+    """The expert in every place, by the published algorithm in its form without groups: float32, ties to the lower."""
+    loads_E, copies_E, expert_C = loads_E.astype(np.float32), np.ones(len(loads_E), np.float32), [*range(len(loads_E))]
+    while len(expert_C) < num_copies:
+        expert_C.append(int((loads_E / copies_E).argmax()))
+        copies_E[expert_C[-1]] += 1
+    load_C, held, sums = (loads_E / copies_E)[expert_C], [[] for _ in range(num_ranks)], [np.float32(0)] * num_ranks
+    for copy in np.argsort(-load_C, kind="stable"):
+        rank = min((g for g in range(num_ranks) if len(held[g]) < num_copies // num_ranks), key=sums.__getitem__)
+        held[rank].append(expert_C[copy])
+        sums[rank] += load_C[copy]
+    return [expert for of_rank in held for expert in of_rank]
 
 
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize("ties", [False, True])
 def test_equal_to_the_published_form(shape, ties):
     rng = np.random.default_rng(shape[1])
-    loads_LE = (
-        rng.integers(0, 4, (6, shape[0])) if ties else (rng.dirichlet(np.ones(shape[0]), 6) * 500_000).astype(int)
-    )
-    ours = [eplb_placement(loads_E, *shape[1:]).tolist() for loads_E in loads_LE]
-    assert ours == published_placement(torch.tensor(loads_LE), shape[1], 1, 1, shape[2]).tolist()
+    loads_LE = rng.integers(0, 4, (2, shape[0])) if ties else rng.dirichlet(np.ones(shape[0]), 2) * 500_000
+    for loads_E in loads_LE.astype(int):
+        assert eplb_placement(loads_E, *shape[1:]).tolist() == published(loads_E, *shape[1:])
+
+
+@pytest.mark.parametrize("place", [eplb_placement, published])
+def test_places_are_those_of_the_published_example(place):
+    """Of its two nodes, each has the experts of two groups, eight copies and four ranks."""
+    for loads_E, expert_P in zip(np.array(README_LOADS), README_MAP, strict=True):
+        for here_P in (expert_P[:8], expert_P[8:]):
+            experts = np.unique(here_P)
+            assert experts[place(loads_E[experts], 8, 4)].tolist() == here_P

@@ -1,4 +1,4 @@
-"""What is called executed is executed: a test for every ability, and the rows of the simulator's table on processes."""
+"""What is called executed is executed: the rows of the simulator's table, on processes."""
 
 import warnings
 from dataclasses import replace
@@ -15,7 +15,7 @@ from foreroute.ep.transfer.engine import TransferOptions
 from foreroute.plan import Links, PlanOptions, Topology
 from foreroute.plan.capabilities import EXECUTES, Ability, warn_of_lacks
 from foreroute.planner import plan
-from foreroute.simulate import parse_config, simulate
+from foreroute.simulate import simulate
 from foreroute.simulate.balancers import BalancerInput
 from foreroute.simulate.methods import METHODS, PRESETS, HomesAlone, Planner, serve
 from foreroute.trace import RoutingTrace
@@ -111,22 +111,6 @@ def test_static_and_plans_of_ours_are_what_executes_and_nothing_else_is():
     assert {method.name for method in found.methods if not method.not_executed} == set(ROWS)
     assert found["eplb_step"].not_executed == ("plans of other balancers",)
     assert found.as_dict()["methods"][0]["not_executed"] == ()
-
-
-@pytest.mark.parametrize(
-    ("change", "missing"),
-    [
-        ({"costs": {"dispatcher": "dedup"}}, {"deduplicated dispatch"}),
-        ({"execution": {"overlap": 0.5}}, {"all-to-alls hidden behind compute"}),
-        ({"cluster": {"gpus": 4, "expert_parallel": 4}, "hardware": {"preset": "h100", "ranks_per_node": 2}},
-         {"expert-parallel ranks on several nodes"}),
-    ],
-)  # fmt: skip
-def test_what_no_executor_does_is_marked(change, missing):
-    values = small_config().model_dump() | change
-    found = simulate(parse_config(values, source="the test"))
-    assert set(found["ours"].not_executed) == missing
-    assert set(found["static"].not_executed) == missing
 
 
 def test_a_plan_for_what_the_executor_lacks_is_warned_of(monkeypatch):

@@ -6,8 +6,7 @@ import warnings
 import numpy as np
 import pytest
 
-from foreroute.errors import ConfigError, InputError
-from foreroute.plan import save_counts
+from foreroute.errors import InputError
 from foreroute.simulate import parse_config, simulate
 from tests.simulate.simulate_cases import small_config
 
@@ -34,15 +33,6 @@ def test_what_would_take_too_much_is_refused_before_it_is_taken(values, message)
         simulate(parse_config(asked, source="here"))
     assert tracemalloc.get_traced_memory()[1] < 64 << 20
     tracemalloc.stop()
-
-
-def test_counts_from_a_file_are_bounded_like_drawn_ones(tmp_path):
-    save_counts(np.zeros((200_000, 1, 1, 2), np.int8), tmp_path / "counts.safetensors")
-    values = small_config(experts=2, gpus=1, expert_parallel=1).model_dump()
-    values["workload"] = {"counts": str(tmp_path / "counts.safetensors")}
-    values["model"] |= {"num_layers": 1000, "top_k": 1}
-    with pytest.raises(ConfigError, match=r"counts\.safetensors.*GB"):
-        simulate(parse_config(values, source="here"))
 
 
 @pytest.mark.parametrize(
