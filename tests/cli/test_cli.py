@@ -6,16 +6,20 @@ import signal
 import subprocess
 import sys
 from dataclasses import replace
+from pathlib import Path
 
 import numpy as np
 import pytest
 import tomli_w
+from typer.main import get_command
 
 import foreroute as fr
 from foreroute.cli.demo import demo_values
+from foreroute.cli.main import app
 from foreroute.cli.train import Display
 from foreroute.trace import DecisionStream
 from foreroute.train.folder import load_checkpoint
+from make import config_reference
 from tests.cli.command import foreroute
 from tests.mismatch import planted_defects as planted
 from tests.traces import random_trace, with_decisions
@@ -121,23 +125,6 @@ def test_a_run_is_stopped_resumed_reported_and_examined(tmp_path, monkeypatch):
         assert f"{recorded[side]['k3']:.2e}" in figures, (recorded, examined.stdout)
 
 
-@pytest.mark.parametrize(
-    ("words", "message"),
-    [
-        ("train config.toml", "rl.stepps: unknown key; did you mean steps?"),
-        ("report .", "metrics.jsonl"),
-        ("demo-ep --folder run", "1 process runs; start several: torchrun --nproc-per-node 4"),
-    ],
-)
-def test_a_users_error_is_one_message_and_exit_code_2(tmp_path, words, message):
-    before = config_file(tmp_path, rl={"stepps": 3}).read_bytes()
-    result = foreroute(*words.split(), cwd=tmp_path)
-    assert result.returncode == 2
-    assert message in result.stderr.replace("\n", " ")
-    assert "Traceback" not in result.stderr
-    assert {path.name: path.read_bytes() for path in tmp_path.iterdir()} == {"config.toml": before}
-
-
 def test_validate_says_of_each_file_whether_it_is_sound(tmp_path):
     good = fr.save(random_trace(0), tmp_path / "good")
     bad = tmp_path / "bad"
@@ -220,3 +207,25 @@ def test_inspect_names_the_decisions_beside_the_routes(tmp_path):
     masks = trace.streams["sampling"]
     assert f"{int(masks.valid_N.sum())} rows of {masks}, {len(masks.ids)} ids in " in shown
     assert "stream indexer" in shown
+
+
+def test_options_are_few_and_each_is_given_in_a_test():
+    """What an option does, the test that gives it sees; one that no test gives to its verb is one too many."""
+    files = [(path.name, path.read_text(encoding="utf-8")) for path in Path(__file__).parents[1].rglob("*.py")]
+    # two empty lines are between tests, and a file may be named after its verb
+    parts = [name + part for name, text in files for part in text.split("\n\n\n") if "--" in part]
+    root = get_command(app)
+    flags = [
+        (name, [*parameter.opts, *parameter.secondary_opts])
+        for name, command in {"": root, **root.commands}.items()
+        for parameter in command.params
+        if parameter.param_type_name == "option" and parameter.name != "help"
+    ]
+    assert len(flags) <= 35
+    given = {(verb, *names) for verb, names in flags if any(verb in p and any(n in p for n in names) for p in parts)}
+    assert {(verb, *names) for verb, names in flags} == given
+
+
+def test_the_keys_of_the_pages_are_up_to_date():
+    for page, text in config_reference.pages().items():
+        assert page.read_text(encoding="utf-8") == text, f"{page.name}: run make config-reference"

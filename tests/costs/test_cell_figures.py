@@ -7,13 +7,19 @@ import numpy as np
 import pytest
 
 from foreroute.costs import links
+from foreroute.costs.links import served_loads
 from foreroute.costs.model import CostModel
 from foreroute.costs.presets import HARDWARE, MODELS
-from foreroute.costs.pricing import work_of_cells
+from foreroute.costs.pricing import least_seconds, parts_of_cells, slowest_attention, step_parts, work_of_cells
+from foreroute.errors import PlanError
 from foreroute.plan import Topology
-from foreroute.plan.hosts import Hosts
-from tests.costs.cost_oracle import oracle, price_cell
-from tests.plan.random_plans import LINKS, random_plan
+from foreroute.plan.hosts import CellPlan, Hosts
+from foreroute.simulate import simulate
+from foreroute.simulate.balancers import Balancer
+from foreroute.simulate.compare import figures_of
+from tests.costs.cost_oracle import oracle, price_cell, price_plan
+from tests.plan.random_plans import LINKS, changed, random_counts, random_plan
+from tests.simulate.simulate_cases import small_config
 
 SMALL = replace(MODELS["qwen3-30b-a3b"], top_k=2, num_experts=8)
 COSTS = CostModel(model=SMALL, hardware=HARDWARE["h100"])
@@ -42,3 +48,73 @@ def test_figures_equal_the_slow_oracle(num_ranks, ranks_per_node):
         for link, direction in itertools.product(("cluster", "node"), ("out", "in")):
             by_hand = [rows.get((link, direction, g), 0) for g in range(num_ranks)]
             assert rows_G4[:, getattr(links, f"{link}_{direction}".upper())] == pytest.approx(by_hand, rel=1e-12)
+
+
+COUNTS = random_counts(0, (3, 2, 4, 8)).astype(np.int32)
+TOPOLOGY = Topology(4, 2, 2, LINKS)
+PLAN = random_plan(COUNTS, TOPOLOGY, seed=1)
+PRICES = COSTS.prices(TOPOLOGY)
+
+
+def hosts_with(name, place, value):
+    return changed(PLAN, name, place, value).hosts
+
+
+UNFIT = {
+    "a rank below 0": (hosts_with("rank_R", 1, -1), "rank_R.*-1 to"),
+    "an expert that is not there": (hosts_with("expert_R", 0, 8), "expert_R.*8.*0 to 7"),
+    "a home that is not there": (hosts_with("home_LE", (1, 3), 9), "home_LE.*9.*0 to 3"),
+    "offsets that go back": (hosts_with("offsets", 2, 0), "offsets"),
+    "offsets beyond the replicas": (hosts_with("offsets", -1, 10_000), "offsets"),
+    "offsets of fewer cells": (PLAN.hosts._replace(offsets=PLAN.hosts.offsets[:-1]), "offsets are 6.*expected 7"),
+    "homes of fewer layers": (PLAN.hosts._replace(home_LE=PLAN.hosts.home_LE[:1]), r"home_LE.*\[1, 8\].*\[2, 8\]"),
+    "fewer sources": (PLAN.hosts._replace(tokens_RG=PLAN.hosts.tokens_RG[:, :3].copy()), "tokens_RG.*3.*4"),
+}
+
+
+@pytest.mark.parametrize("name", UNFIT)
+def test_hosts_that_do_not_fit_are_refused_by_every_door(name):
+    hosts, message = UNFIT[name]
+    attention_ML2 = slowest_attention(COUNTS, COSTS)
+    for door in (
+        lambda: served_loads(hosts, COUNTS, 2),
+        lambda: step_parts(hosts, COUNTS, TOPOLOGY, COSTS),
+        lambda: parts_of_cells(hosts, COUNTS, attention_ML2, PRICES),
+        lambda: work_of_cells(hosts, COUNTS, PRICES),
+    ):
+        with pytest.raises(PlanError, match=message):
+            door()
+
+
+def test_a_plan_that_was_made_by_hand_is_refused():
+    hosts, message = UNFIT["an expert that is not there"]
+    with pytest.raises(PlanError, match=message):
+        figures_of(replace(PLAN, hosts=hosts), COUNTS, COSTS, label="mine", planning_s=0.0)
+
+
+def test_a_balancer_of_users_that_names_no_rank_is_refused():
+    def wrong(problem):
+        for layer, counts_GE in problem.cells():
+            home_E, one = problem.home_LE[layer].astype(np.int16), np.ones(1, np.int16)
+            yield CellPlan(home_E, one, 20_000 * one, -one, one > 0, np.zeros((1, len(counts_GE)), np.int32))
+
+    with pytest.raises(PlanError, match=r"rank_R.*20000.*0 to 3"):
+        simulate(small_config(), balancers={"mine": Balancer("mine", "micro-step", wrong)})
+
+
+@pytest.mark.parametrize("dispatcher", ["copies", "dedup"])
+def test_no_plan_is_faster_and_level_local_tokens_attain_the_bound(dispatcher):
+    for seed in range(20):
+        costs = replace(COSTS, dispatcher=dispatcher, paths=("host", "direct")[seed % 2])
+        ranks = (1, 2, 4, 8)[seed % 4]
+        counts = random_counts(seed, (2, 2, ranks, 16), most=(3, 300, 30_000)[seed % 3])
+        plan = random_plan(counts, Topology(ranks, max(ranks // 2, 1), 2 if ranks > 1 else 0, LINKS), seed=seed)
+        least_ML = least_seconds(counts, plan.topology, costs)
+        assert (price_plan(plan, counts, costs) >= least_ML * (1 - 1e-12)).all()
+        if ranks == 1:
+            np.testing.assert_allclose(price_plan(plan, counts, costs), least_ML, rtol=1e-12)
+    # every rank sends the same, whole tiles, to its own expert: no byte moves
+    counts = 1280 * np.eye(4, dtype=np.int64)[None, None]
+    plan = random_plan(counts, Topology(4, 2, 0, LINKS))
+    plan.home_LE[:] = np.arange(4)
+    np.testing.assert_allclose(price_plan(plan, counts, COSTS), least_seconds(counts, plan.topology, COSTS), rtol=1e-12)

@@ -139,7 +139,7 @@ def test_milliseconds_in_place_of_seconds_are_refused_on_a_gpu(table, key):
 def test_files_that_lines_cannot_be_put_into_stay_as_they_are(text, tmp_path):
     path = tmp_path / "cluster.toml"
     path.write_text(text)
-    with pytest.raises(ConfigError, match=r"line by line|redundant_slots\n.*\n.*\[links\] node_bytes_per_s"):
+    with pytest.raises(ConfigError, match=r"line by line|redundant_slots"):
         write_rates(path, {"hardware": RATES["hardware"]})
     assert path.read_text() == text
 

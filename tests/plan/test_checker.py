@@ -5,7 +5,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from foreroute.errors import CountsError, PlanError
+from foreroute.errors import ConfigError, CountsError, PlanError
 from foreroute.layout import pack_sequences
 from foreroute.plan import PlanOptions, Topology
 from foreroute.plan.checker import verify
@@ -136,3 +136,20 @@ def _is_valid_cell(plan, counts, held, m, layer):
         for rank, tokens in given.items():
             loads_G[rank] += tokens
     return len(places) == len(cell.expert_R) and loads_G.max() == plan.max_load_ML[m, layer]
+
+
+@pytest.mark.parametrize(
+    ("wrong", "message"),
+    [
+        ({"tolerance": 1}, "tolerance is 1; expected a share"),
+        ({"tolerance": float("nan")}, "tolerance is nan; expected a share"),
+        ({"home_moves": -1}, "home_moves is -1; expected a whole number from 0 to"),
+        ({"threads": True}, "threads is True; expected a whole number from 1 to"),
+        ({"slots": "both"}, "slots is 'both'; expected 'layer' or 'shared'"),
+        ({"packing": "tokens"}, "packing is 'tokens'; expected 'length' or 'routes'"),
+        ({"traffic": True, "replicas": False}, "traffic is on with replicas=False"),
+    ],
+)
+def test_impossible_options_are_refused(wrong, message):
+    with pytest.raises(ConfigError, match=message):
+        PlanOptions(**wrong)

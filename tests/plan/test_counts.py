@@ -169,7 +169,7 @@ def test_counts_survive_the_disk(tmp_path, dtype, order):
 def test_forged_counts_are_refused(tmp_path):
     forger = FileFormat("counts", 1, CountsError, (), None, "")
     forger.write(tmp_path / "c", {}, {"counts_MLGE": (COUNTS - 1).astype(np.int32)}, overwrite=False)
-    with pytest.raises(CountsError, match="c: counts have the entry -1 in micro-step 0"):
+    with pytest.raises(CountsError, match=r"c: .*entry -1 in micro-step 0"):
         load_counts(tmp_path / "c")
 
 

@@ -7,14 +7,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-import foreroute as fr
-from foreroute.errors import PlanError, TraceFileError
+from foreroute.errors import PlanError
 from foreroute.layout import Packing
 from foreroute.plan import Links, StepPlan, Topology
 from foreroute.plan.checker import verify
 from foreroute.plan.hosts import Hosts
 from foreroute.plan.plan_file import PLAN_FILE, load_plan, plan_content, plan_from_bytes, plan_to_bytes, save_plan
-from foreroute.testing.routes import synthetic_trace
 from tests.plan.random_plans import LINKS, changed, small_case
 from tests.trace.forging import STAIRCASE
 
@@ -52,17 +50,6 @@ def test_a_plan_that_contradicts_itself_is_not_written(tmp_path):
     with pytest.raises(PlanError, match="there are 2 slots"):
         save_plan(changed(plan, "slot_R", 0, 2), tmp_path / "p")
     assert not list(tmp_path.iterdir())
-
-
-def test_other_files_are_refused(tmp_path):
-    plan, _ = small_case(1)
-    plan_path, trace_path = save_plan(plan, tmp_path / "plan"), tmp_path / "trace"
-    spec = fr.RoutingSpec(8, 2, (fr.RoutedLayer(0),))
-    fr.save(synthetic_trace(spec, [5], seed=0), trace_path)
-    with pytest.raises(PlanError, match=r"metadata.*foreroute\.trace"):
-        load_plan(trace_path)
-    with pytest.raises(TraceFileError, match="trace file"):
-        fr.load(plan_path)
 
 
 def _forged(tmp_path, change):
