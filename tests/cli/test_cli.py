@@ -22,7 +22,7 @@ from foreroute.train.folder import load_checkpoint
 from make import config_reference
 from tests.cli.command import foreroute
 from tests.mismatch import planted_defects as planted
-from tests.traces import random_trace, with_decisions
+from tests.traces import random_trace
 from tests.train.small_runs import SIZES, records, small_values
 
 
@@ -199,14 +199,6 @@ def test_inspect_shows_facts_and_claims_apart_and_obeys_neither(tmp_path):
     said = foreroute("validate", path, columns=200).stdout
     assert said.count("\n") == 1
     assert "\x1b" not in said
-
-
-def test_inspect_names_the_decisions_beside_the_routes(tmp_path):
-    trace = with_decisions(random_trace(0), 0)
-    shown = foreroute("inspect", fr.save(trace, tmp_path / "t"), columns=200).stdout
-    masks = trace.streams["sampling"]
-    assert f"{int(masks.valid_N.sum())} rows of {masks}, {len(masks.ids)} ids in " in shown
-    assert "stream indexer" in shown
 
 
 def test_options_are_few_and_each_is_given_in_a_test():

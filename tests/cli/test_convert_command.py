@@ -63,15 +63,6 @@ def test_options_that_change_nothing_about_a_trace_are_refused(folder, options):
     assert not (folder / "out").exists()
 
 
-@pytest.mark.parametrize("tokens", ["[1.5]", "[[true]]", "["])
-def test_a_file_of_tokens_is_not_cast(folder, tokens):
-    (folder / "rows.npy").write_bytes(wires.npy(R.all_layers()))
-    (folder / "tokens.json").write_text(tokens)
-    refused(folder, "token", "rows.npy", "out", "--tokens", folder / "tokens.json")
-    (folder / "tokens.json").write_text(json.dumps([R.tokens]))
-    assert converted(folder, "rows.npy", "out", "--tokens", folder / "tokens.json").returncode == 0
-
-
 def test_a_folder_says_which_layers_are_dense(folder):
     result = converted(folder, model=".")
     assert result.returncode == 0, result.stderr

@@ -1,9 +1,7 @@
 """How a command ends: one message and an exit code, after a signal, without libraries, and by a bug of ours."""
 
 import io
-import json
 import os
-import re
 import signal
 import subprocess
 import sys
@@ -19,15 +17,10 @@ from rich.text import Text
 import foreroute as fr
 from foreroute.cli.terminal import Console
 from foreroute.errors import printable
-from foreroute.testing.ranks import environment
 from tests.cli.command import foreroute
-from tests.report.report_runs import config, step_line, write_run
-from tests.test_imports import blocked
 from tests.tiers import grid
-from tests.traces import random_trace
 
 ROOT = Path(__file__).parents[2]
-OPTIONAL = ("torch", "transformers", "jinja2", "matplotlib", "megatron", "trl", "peft", "scipy")
 BRINGS_HF = "pip install '.[hf]' in a clone of foreroute brings it"
 
 
@@ -111,64 +104,6 @@ def test_a_signal_ends_a_verb_in_one_line_and_leaves_nothing_behind(tmp_path):
     ended = signalled(HANGING, tmp_path, signal.SIGINT)
     assert ended == (130, "stopped: interrupted\n")
     assert list(tmp_path.iterdir()) == [], "the temporary file is gone"
-
-
-@pytest.mark.slow
-def test_a_signal_whose_exception_python_drops_ends_a_verb_too(tmp_path):
-    """Python drops what is raised in a destructor; the second time the signal comes while the verb waits."""
-    text = HANGING.replace(
-        "        time.sleep(60)\n",
-        "        class Held:\n            def __del__(self): time.sleep(3)\n        Held()\n        time.sleep(60)\n",
-    )
-    assert signalled(text, tmp_path, signal.SIGINT) == (130, "stopped: interrupted\n")
-    at_the_end = text.replace("        time.sleep(60)\n", "")
-    assert signalled(at_the_end, tmp_path, signal.SIGTERM) == (143, "stopped: ended by SIGTERM\n")
-
-
-LIGHT = """
-import json
-from foreroute.testing.ranks import environment
-from tests.cli.command import foreroute
-
-results = {line: foreroute(*line.split()) for line in json.load(sys.stdin)}
-json.dump({line: [result.returncode, result.stderr] for line, result in results.items()}, sys.stdout)
-"""
-
-
-@pytest.mark.slow
-def test_a_light_install_says_in_one_line_what_a_verb_needs(tmp_path):
-    fr.save(random_trace(0, num_experts=8, top_k=2), tmp_path / "t")
-    (tmp_path / "run.toml").write_text('name = "light"')
-    (tmp_path / "simulate.toml").write_text("cluster = {gpus = 8, expert_parallel = 8}")
-    write_run(tmp_path / "run", config(), [step_line(0)])
-    (tmp_path / "model").mkdir()
-    (tmp_path / "model" / "config.json").write_text("{}")
-    works = ["inspect t", "validate t", "convert t u --to ordered", "diff t t", "doctor --trainer t --rollout t"]
-    lacks = {
-        "demo-ep --folder x": "hf",
-        "train run.toml": "hf",
-        "doctor --model model --rollout t": "hf",
-        "simulate simulate.toml --fit measured.jsonl": "fit",
-        "report run": "report",
-    }
-    done = subprocess.run(
-        [sys.executable, "-c", blocked(OPTIONAL) + LIGHT],
-        input=json.dumps([*works, *lacks]),
-        capture_output=True,
-        text=True,
-        cwd=tmp_path,
-        env=environment(),
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr
-    results = json.loads(done.stdout)
-    for command in works:
-        assert results[command][0] == 0, results[command]
-    for command, extra in lacks.items():
-        code, err = results[command]
-        assert code == 2, results[command]
-        assert re.fullmatch(rf"error: [^\n]* needs [a-z0-9]+, which is not installed; pip install '\.\[{extra}\]' in a "
-                            r"clone of foreroute brings it\n", err), (command, err)  # fmt: skip
 
 
 HOSTILE = "\x1b]0;mine\x07\x1b[2J\u202etxt.\x9b1m"

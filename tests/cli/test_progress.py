@@ -7,9 +7,8 @@ import threading
 
 import pytest
 
-from foreroute.cli import terminal
 from foreroute.cli.exit_codes import ENDING, run
-from foreroute.cli.terminal import Console, Work
+from foreroute.cli.terminal import Console
 from foreroute.cli.train import watching
 from foreroute.errors import ForerouteError
 from foreroute.records import Alarm, StepRecord
@@ -20,22 +19,8 @@ CONFIG = parse_config({"name": "watched", "rl": {"steps": 41}}, source="test")
 ALARM = Alarm(kind="f2", since=3, value=0.25, threshold=0.1)
 
 
-@pytest.fixture
-def works(monkeypatch):
-    """Every piece of work that is named, the last one last."""
-    made = []
-
-    class Kept(Work):
-        def __init__(self, *arguments, **options):
-            super().__init__(*arguments, **options)
-            made.append(self)
-
-    monkeypatch.setattr(terminal, "Work", Kept)
-    return made
-
-
-def shown(works, steps):
-    """Everything that is printed while steps end 2.5 s apart, and what a terminal would say at the end."""
+def shown(steps):
+    """Everything that is printed while steps end 2.5 s apart."""
     now, text = [0.0], io.StringIO()
     console = Console(file=text, force_terminal=False, width=80, color_system=None, get_time=lambda: now[0])
     with watching(CONFIG, console) as watcher:
@@ -45,12 +30,11 @@ def shown(works, steps):
             now[0] += 2.5
             alarms = [ALARM] if step in (5, 6, 7) else []
             watcher.on_step(StepRecord(step=step, reward_mean=0.5, alarms=alarms))
-        return text.getvalue(), str(works[-1])
+    return text.getvalue()
 
 
-def test_elsewhere_a_line_now_and_then_says_the_time_left(works):
-    lines = shown(works, range(41))[0].splitlines()
-    assert lines == [
+def test_elsewhere_a_line_now_and_then_says_the_time_left():
+    assert shown(range(41)).splitlines() == [
         "watched: warm start, step 0, loss 1.50",
         "watched: step 0, reward 0.50",
         "watched: alarm at step 5: too many tokens are far apart in trainer and engine, F(2) "
@@ -72,12 +56,6 @@ def test_one_line_says_what_the_sentinel_saw(works):
     assert text.getvalue().splitlines() == [
         f"watched: alarm at step 4: {alarm}: sequence 3 froze, and 1 more. {seen[0].advice} {ADVICE['sentinel']}"
     ]
-
-
-def test_a_resumed_run_is_not_taken_for_a_fast_one(works):
-    printed, said = shown(works, range(36, 39))
-    assert printed.splitlines() == ["watched: warm start, step 0, loss 1.50"]
-    assert said == "watched, GRPO: saving what is due, reward 0.50, 39 of 41 steps"
 
 
 @pytest.fixture

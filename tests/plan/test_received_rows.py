@@ -12,7 +12,6 @@ from foreroute.errors import CountsError, PlanError, TopologyError
 from foreroute.layout import Packing, pack_sequences
 from foreroute.plan import Topology, known_rows
 from foreroute.plan.counts import packed_counts, tokens_digest
-from foreroute.plan.received_rows import _least_factor
 from foreroute.testing.routes import synthetic_trace
 from tests.plan.random_plans import LINKS, random_counts, random_plan
 from tests.traces import random_trace, spec_of
@@ -123,15 +122,6 @@ def test_buffers_that_overflow_are_refused_before_the_step():
         known.require_room(short)
     with pytest.raises(CountsError, match=r"buffers.*integers"):
         known.require_room(known.most_LG[:, :2])
-
-
-@settings(max_examples=200)
-@given(pairs=st.lists(st.tuples(st.integers(0, 2**40), st.integers(1, 2**31)), min_size=1, max_size=4))
-def test_the_least_factor_reserves_no_row_too_few(pairs):
-    needed, mean = np.array(pairs).T
-    factor = _least_factor(needed, mean)
-    assert all(int(unit * factor) >= rows for rows, unit in pairs)
-    assert not needed.any() or any(int(unit * factor * (1 - 2**-40)) < rows for rows, unit in pairs)
 
 
 COUNTS = random_counts(3, (2, 3, RANKS, EXPERTS)).astype(np.int32)

@@ -4,7 +4,6 @@ import numpy as np
 import pytest
 
 from foreroute.planner.homes import place_homes
-from foreroute.simulate.ep_group import EPGroup
 from foreroute.simulate.methods import METHODS, serve
 from foreroute.simulate.steps import group_steps
 from tests.simulate.simulate_cases import small_config
@@ -58,13 +57,3 @@ def test_homes_of_this_step_move_once_and_level_it(drawn):
         assert levels[0] < levels[2]
         loads_MLG = found.loads(step.topology).served_SMLG[0]
         assert loads_MLG.max(axis=2).sum() == levels[0]
-
-
-def test_attention_is_of_the_sequences_where_they_are_packed(drawn):
-    step, cluster = drawn[0][0], drawn[1]
-    found = served("ours_homes", step, cluster)
-    group = EPGroup.of(found, step, cluster.costs, overlap=0.0)
-    tokens_MG = found.counts_MLGE[:, 0].sum(axis=2) / cluster.costs.model.top_k
-    expected_MG = cluster.costs.attention_seconds(tokens_MG, found.squares_MG)
-    assert np.allclose(group.recompute.attention_MG2[..., 0], expected_MG)
-    assert not np.array_equal(found.squares_MG, step.squares_MG)
