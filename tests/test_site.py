@@ -35,12 +35,6 @@ def test_no_relative_link_of_the_repository_is_broken():
     assert missing(ROOT / "README.md", "[a](docs/none.md) [b](README.md#x)") == ["docs/none.md"]
 
 
-def test_every_room_has_a_page_of_the_reference_but_those_without_public_names():
-    pages = "".join(page.read_text() for page in (ROOT / "docs" / "reference").glob("*.md"))
-    rooms = {path.parent.name for path in (ROOT / "src" / "foreroute").glob("*/__init__.py")} - {"cli", "files"}
-    assert not [room for room in sorted(rooms) if f"\n::: foreroute.{room}" not in pages]
-
-
 def test_every_test_that_a_page_names_is_there():
     pages = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *(ROOT / "docs").rglob("*.md")]
     named = {path for page in pages for path in re.findall(r"`(tests/[\w/]+\.py)", page.read_text())}

@@ -54,15 +54,6 @@ def test_options_are_checked(folder, options, message):
     refused(folder, message, "answer.json", "out", *options)
 
 
-@pytest.mark.parametrize("options", ["--tokens rows", "--model m --start 0"])
-def test_options_that_change_nothing_about_a_trace_are_refused(folder, options):
-    result = foreroute("convert", "trace", "out", *options.split(), cwd=folder)
-    assert result.returncode == 2
-    assert f"{', '.join(options.split()[::2])} change" in result.stderr
-    assert "nothing about trace, a trace, which says it itself" in result.stderr
-    assert not (folder / "out").exists()
-
-
 def test_a_folder_says_which_layers_are_dense(folder):
     result = converted(folder, model=".")
     assert result.returncode == 0, result.stderr

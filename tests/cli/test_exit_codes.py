@@ -18,7 +18,6 @@ import foreroute as fr
 from foreroute.cli.terminal import Console
 from foreroute.errors import printable
 from tests.cli.command import foreroute
-from tests.tiers import grid
 
 ROOT = Path(__file__).parents[2]
 BRINGS_HF = "pip install '.[hf]' in a clone of foreroute brings it"
@@ -125,33 +124,3 @@ def test_what_is_printed_is_escaped_wherever_it_stands():
     assert file.getvalue().encode()
     assert file.getvalue().count(r"\x1b[2J\u202e") >= 5
     assert r"tr\udcffce" in file.getvalue()
-
-
-def shell(command, folder, **variables):
-    """The command line in a shell, where streams can be redirected; `@` is the command."""
-    ours = f"'{sys.executable}' -m foreroute.cli"
-    environment = {**os.environ, "COLUMNS": "100", "PYTHONUNBUFFERED": "", **variables}  # streams are buffered
-    return subprocess.run(
-        ["bash", "-c", command.replace("@", ours)],
-        cwd=folder,
-        env=environment,
-        capture_output=True,
-        text=True,
-        timeout=60,
-        check=False,
-    )
-
-
-@grid(
-    ("command", "code", "message"),
-    [
-        ("@ --version >/dev/full", 2, "error: standard output: No space left on device\n"),
-        ("@ --version >&-", 2, "error: standard output is closed; open it, or send it to /dev/null\n"),
-        ("set -o pipefail; @ --version | (exec <&-; sleep 1)", 2, ""),
-    ],
-    quick=1,
-)
-def test_streams_that_cannot_be_written_are_one_message(tmp_path, command, code, message):
-    """`tests/robustness/test_doors.py` has more of them, names and widths that are hostile, for every verb."""
-    result = shell(command, tmp_path)
-    assert (result.returncode, result.stderr) == (code, message)

@@ -4,19 +4,17 @@ import html
 import re
 import shutil
 import warnings
-from dataclasses import fields
 
 import numpy as np
 import pytest
 
 import foreroute as fr
-from foreroute.cli.plan import parse_options, read_step, run_plan
+from foreroute.cli.plan import read_step, run_plan
 from foreroute.costs.cluster_file import load_cluster
 from foreroute.layout import pack_sequences
 from foreroute.plan import PlanOptions, Topology, load_plan, save_plan, verify
 from foreroute.plan.counts import packed_counts, save_counts
 from foreroute.planner.homes import place_homes
-from foreroute.report.format import size
 from foreroute.testing.routes import synthetic_trace
 from tests.cli.command import CLUSTER, foreroute
 from tests.plan.random_plans import LINKS
@@ -81,46 +79,6 @@ def test_counts_to_table_plan_and_page(files, tmp_path):
     assert result.returncode == 0, result.stderr
     assert np.array_equal(load_plan(tmp_path / "next.safetensors").previous_home_LE, found.home_LE)
     assert "EPLB" not in result.stdout
-
-
-def slowest_over_mean(counts_MLGE, home_LE):
-    over, num_ranks = [], counts_MLGE.shape[2]
-    for m, layer in np.ndindex(counts_MLGE.shape[:2]):
-        loads_E = counts_MLGE[m, layer].sum(axis=0)
-        slowest = max(sum(loads_E[home_LE[layer] == rank]) for rank in range(num_ranks))
-        over.append(slowest * num_ranks / loads_E.sum())
-    return sum(over) / len(over)
-
-
-def test_what_is_reached_with_less_than_the_plan(files, tmp_path):
-    """Of traces packed by routes, homes moved, and the plan: the figures by loops."""
-    traces = sorted(files.glob("step-*.safetensors"))
-    blocks_LE = np.tile(np.arange(8) // 2, (3, 1))
-    step = read_step(files / "cluster.toml", traces, token_budget=40)
-    packed = step.sequences.packed_for(blocks_LE)
-    both, home_LE = step.sequences.with_homes(step.topology, blocks_LE)
-    names = " ".join(path.name for path in traces)
-    output = tmp_path / "a.safetensors"
-    result = plan(f"{names} --topology cluster.toml --token-budget 40 --output {output} --no-baselines", files)
-    assert result.returncode == 0, result.stderr
-    expected = {
-        "as it is": (step.counts_MLGE, blocks_LE),
-        "packed by routes": (packed.counts_MLGE(), blocks_LE),
-        "packed by routes, homes moved": (both.counts_MLGE(), home_LE),
-    }
-    model = step.cluster.costs.model
-    moved = (home_LE != blocks_LE).sum() * model.expert_parameters * (model.weight_bytes + 12) / 4
-    for label, case in expected.items():
-        [line] = [line for line in result.stdout.splitlines() if re.match(rf"{label} +\d", line)]
-        assert line[len(label) :].split()[0] == f"{slowest_over_mean(*case):.3f}"
-        assert (size(moved) in line) == ("homes" in label)
-    made = load_plan(output)
-    fetched = made.hosts.fetched_R.sum() * model.expert_bytes / 4
-    [line] = [line for line in result.stdout.splitlines() if re.match(r"the plan +\d", line)]
-    reached = (made.max_load_ML * 4 / step.counts_MLGE.sum(axis=(2, 3))).mean()
-    assert line.split()[2] == f"{reached:.3f}"
-    assert not fetched or size(fetched) in line
-    assert "packed by routes, homes moved" in output.with_suffix(".html").read_text()
 
 
 def test_traces_are_packed_by_length_or_by_routes_for_the_homes_of_the_step(files, tmp_path):
@@ -208,16 +166,6 @@ def test_counts_of_the_step_itself_are_not_those_of_the_step_before(files, tmp_p
     assert "which needs no cluster link" in " ".join(result.stdout.split())
     again = plan(f"{given} --previous {output}", files)
     assert (again.returncode, "is a plan of the step itself" in again.stderr) == (2, True)
-
-
-def test_every_option_of_the_planner_can_be_set():
-    found = parse_options(["home_moves=all", "slots=shared", "traffic=true", "tolerance=0.5", "threads=3"])
-    assert found == PlanOptions(home_moves=None, slots="shared", traffic=True, tolerance=0.5, threads=3)
-    for field in fields(PlanOptions):
-        default = getattr(PlanOptions(), field.name)
-        if default is not None:
-            assert parse_options([f"{field.name}={str(default).lower()}"]) == PlanOptions()
-    assert parse_options(['slots="layer"']) == parse_options([]) == PlanOptions()
 
 
 def test_existing_files_are_replaced_only_when_asked(files, tmp_path):

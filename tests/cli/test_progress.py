@@ -10,7 +10,6 @@ import pytest
 from foreroute.cli.exit_codes import ENDING, run
 from foreroute.cli.terminal import Console
 from foreroute.cli.train import watching
-from foreroute.errors import ForerouteError
 from foreroute.records import Alarm, StepRecord
 from foreroute.records.step_record import ADVICE, SuspicionRecord
 from foreroute.train import parse_config
@@ -101,13 +100,3 @@ def test_the_first_signal_asks_to_stop_and_the_second_ends_the_command(ended, nu
     again = True
     assert ended(verb) == 128 + signal.SIGTERM
     assert {signal.getsignal(each) for each in ENDING} == {signal.SIG_DFL}
-
-
-def test_an_error_after_the_first_signal_is_told(ended, capsys):
-    def verb():
-        with watching(CONFIG, Console(file=io.StringIO())):
-            os.kill(os.getpid(), signal.SIGTERM)
-            raise ForerouteError("the disk is full")
-
-    assert ended(verb) == 1
-    assert capsys.readouterr().err == "error: the disk is full\n"

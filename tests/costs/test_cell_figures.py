@@ -16,7 +16,6 @@ from foreroute.plan import Topology
 from foreroute.plan.hosts import CellPlan, Hosts
 from foreroute.simulate import simulate
 from foreroute.simulate.balancers import Balancer
-from foreroute.simulate.compare import figures_of
 from tests.costs.cost_oracle import oracle, price_cell, price_plan
 from tests.plan.random_plans import LINKS, changed, random_counts, random_plan
 from tests.simulate.simulate_cases import small_config
@@ -84,12 +83,6 @@ def test_hosts_that_do_not_fit_are_refused_by_every_door(name):
     ):
         with pytest.raises(PlanError, match=message):
             door()
-
-
-def test_a_plan_that_was_made_by_hand_is_refused():
-    hosts, message = UNFIT["an expert that is not there"]
-    with pytest.raises(PlanError, match=message):
-        figures_of(replace(PLAN, hosts=hosts), COUNTS, COSTS, label="mine", planning_s=0.0)
 
 
 def test_a_balancer_of_users_that_names_no_rank_is_refused():

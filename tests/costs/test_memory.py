@@ -119,18 +119,3 @@ def test_memory_that_follows_something_else_is_refused():
     for bytes_of in (lambda n: [1e6 * n * n, 0], lambda n: [5.0] * int(2 + n % 2)):
         with pytest.raises(ForecastError, match=r"forward.* layer 3 .*grouped_mm"):
             describe_section(3, "forward", {"home": [(one, np.array(bytes_of(one[1]))) for one in sizes]})
-
-
-def test_sizes_and_rows_of_something_else_are_refused():
-    plan, known, sizes = case(2)
-    memory = memory_of(program(2))
-    with pytest.raises(CountsError, match="tokens are"):
-        memory.forecast(known, sizes._replace(tokens=-sizes.tokens), plan)
-    with pytest.raises(CountsError, match="resident is"):
-        memory.forecast(known, sizes, plan, resident=[1, 2, 3])
-    fewer = StepMemory(EXPERT, 1, [section for section in memory.sections if section.layer != 3])
-    with pytest.raises(ForecastError, match=r"4 layers.* of 3"):
-        fewer.forecast(known, sizes, plan)
-    at_home = [section._replace(by_work={"home": section.by_work["home"]}) for section in memory.sections]
-    with pytest.raises(ForecastError, match="measured without"):
-        StepMemory(EXPERT, 1, at_home).forecast(known, sizes, plan)

@@ -93,18 +93,6 @@ def test_packings_that_do_not_fit_are_refused():
 GOOD = np.full((2, 3, 4, 8), 5)
 
 
-def test_counts_are_copied_where_they_cannot_be_written_to():
-    """As from a mapped file."""
-    counts = GOOD.astype(np.int32)
-    assert check_counts(counts, num_ranks=4) is counts
-    with pytest.raises(CountsError, match=r"4 source.*topology 8"):
-        check_counts(counts, num_ranks=8)
-    counts.flags.writeable = False
-    checked = check_counts(counts)
-    assert checked.flags.writeable
-    np.testing.assert_array_equal(checked, counts)
-
-
 def changed(where, value, dtype=np.int64):
     counts = GOOD.astype(dtype)
     counts[where] = value

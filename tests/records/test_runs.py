@@ -8,7 +8,7 @@ import pytest
 
 from foreroute.errors import RunFolderError
 from foreroute.files.json_form import to_json
-from foreroute.records import Alarm, StepRecord, read_runs
+from foreroute.records import Alarm, StepRecord
 from foreroute.records.runs import parse_step, read_run
 from foreroute.records.step_record import DeviceRecord, MismatchRecord
 from tests.report.report_runs import config, step_line, write_run
@@ -87,12 +87,6 @@ def test_lines_that_are_not_those_of_the_steps_from_0_on_are_refused(tmp_path, l
         read_run(write_run(tmp_path / "a", config(), lines))
 
 
-def test_labels_tell_runs_of_one_name_apart(tmp_path):
-    folders = [write_run(tmp_path / name, config("same"), steps(1)) for name in ("a", "b", "x/b")]
-    other = write_run(tmp_path / "c", config("other"), steps(1))
-    assert [run.label for run in read_runs([*folders, other])] == ["same (a)", "same (b) #2", "same (b) #3", "other"]
-
-
 def test_what_is_missing_or_damaged_beside_the_metrics_is_named(tmp_path):
     with pytest.raises(RunFolderError, match="is not a folder"):
         read_run(tmp_path / "a")
@@ -127,14 +121,6 @@ def test_a_record_is_written_by_its_keys_and_read_again():
     assert written["device"] == {"kind": "cpu", "name": "x86"}
     assert not {"margins_LB", "execution"} & written.keys(), "what was not recorded has no key"
     assert parse_step(line_of(written)) == record
-
-
-def test_null_is_not_recorded_and_numbers_are_read_as_they_are():
-    for key in ("loss", "weight_version", "sampling"):
-        assert getattr(parse_step(line_of({"step": 0, key: None})), key) is None
-    for value in (math.inf, -math.inf, 0, 1e-320):
-        assert parse_step(line_of({"step": 0, "loss": value})).loss == value
-    assert math.isnan(parse_step(line_of({"step": 0, "loss": math.nan})).loss)
 
 
 HUGE = {name: [[[2**63]]] for name in ("at_home_MLG", "executed_MLG")}

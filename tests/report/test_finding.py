@@ -56,12 +56,6 @@ def test_other_mismatches_are_told_as_they_are(tmp_path, figures, words):
     assert ("not measured at the same steps" in text) is (len({None} & set(figures.values())) == len(figures) == 1)
 
 
-def test_one_run_in_five_where_replay_does_not_help_is_not_hidden(tmp_path):
-    folders = [run(tmp_path / str(n)) for n in range(4)] + [run(tmp_path / "4", replayed=(0.0, 3e-3))]
-    assert "lowers" not in finding(*folders)
-    assert "k3 is 1.00e-4 to 3.00e-3 with replay, 2.00e-3 without" in finding(*folders)
-
-
 def several(tmp_path, with_, without):
     runs = [run(tmp_path / f"R3-{n}", reward=reward) for n, reward in enumerate(with_)]
     return [*runs, *(run(tmp_path / f"none-{n}", "none", reward=reward) for n, reward in enumerate(without))]
@@ -82,14 +76,6 @@ def test_rewards_are_told_apart_by_enough_runs_alone(tmp_path, with_, without, w
     text = finding(*several(tmp_path, with_, without))
     assert words in text
     assert ("told apart" in text) is ("few" in words or words.startswith("the rewards"))
-
-
-def test_the_reward_of_one_run(tmp_path):
-    rising = [line(step, reward=step / 100) for step in range(STEPS)]
-    text = finding(write_run(tmp_path / "a", config(), rising))
-    assert "the mean reward goes from 0.045 to 0.145." in text
-    assert "told apart" not in text
-    assert "the mean reward is 0.025 over the last 6 steps." in finding(write_run(tmp_path / "b", config(), rising[:6]))
 
 
 def test_loads_of_ranks_come_first(tmp_path):

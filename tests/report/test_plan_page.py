@@ -26,7 +26,7 @@ from foreroute.report.plan import (
 from foreroute.simulate.balancers import BalancerInput
 from foreroute.simulate.compare import TimedPlan, compare_plan
 from foreroute.simulate.methods import BALANCERS
-from foreroute.simulate.ways import Way, simplest, ways_to_level
+from foreroute.simulate.ways import Way, simplest
 from tests.plan.random_plans import LINKS, random_counts, random_plan
 from tests.report.pages import rows_of, text_of
 
@@ -210,15 +210,6 @@ def test_homes_that_move_are_a_cost_of_the_step(moves_s, begins, speedup):
     assert row["Speedup over static, home moves too"].startswith(f"{speedup:.2f}")
     assert row["Homes move in, modelled"] == duration(moves_s)
     assert cells(plan_table(found), "moves")["Speedup over static, home moves too"].startswith("0.80")
-
-
-def test_seconds_of_moves_are_those_of_the_ways():
-    found, counts = case(), random_counts(0, (3, 2, 4, 8), most=900)
-    *_, way = ways_to_level(found.plan, counts, COSTS, None)
-    assert found.methods[-1].moves_s == way.moves_s > 0
-    assert found.methods[0].moves_s == 0
-    assert found.methods[-1].training_s == pytest.approx(way.passes_s)
-    assert found.methods[-1].imbalance == pytest.approx(way.imbalance)
 
 
 def ways_of(**step_s):

@@ -7,7 +7,7 @@ import pytest
 from foreroute.mismatch import LooksLike
 from foreroute.records import read_runs
 from foreroute.records.step_record import ADVICE, AlarmKind
-from foreroute.report.run import run_finding, write_report
+from foreroute.report.run import run_finding
 from foreroute.report.run_tables import (
     alarm_table,
     means,
@@ -66,10 +66,6 @@ def alarm(kind, value, threshold=0.1):
 def run_with(folder, by_step, steps=8, **more):
     lines = [step_line(step) | {"alarms": by_step.get(step, []), **more} for step in range(steps)]
     return write_run(folder, config(folder.name), lines)
-
-
-def text_of(folders, target):
-    return write_report(read_runs(folders), target).read_text()
 
 
 def test_steps_in_a_row_are_one_row_with_the_worst_value(tmp_path):
@@ -146,13 +142,3 @@ def test_k3_without_replay_tells_other_weights_from_other_tokens(tmp_path, k3, w
     runs = read_runs([suspicious_run(tmp_path / "first", {0: by_step[5]})])
     table = suspicion_table(runs)
     assert (table.column("Looks like"), table.column("k3 without replay")) == (["other weights or tokens"], [""])
-
-
-@pytest.mark.usefixtures("unpainted")
-def test_what_was_suspected_stands_first_on_the_page(tmp_path):
-    wrong = suspicious_run(tmp_path / "wrong", {5: [suspicion("frozen-rows")]})
-    page = text_of([wrong], tmp_path / "1.html")
-    assert page.index("<h2>Alarms") < page.index("sequence 3 froze") < page.index("<h2>Mismatch")
-    page = text_of([suspicious_run(tmp_path / "well", {}, steps=11)], tmp_path / "2.html")
-    assert "The sentinel tested the replayed routes of 3 steps, and suspects none." in page
-    assert page.index("<h2>Mismatch") < page.index("<h2>Alarms")

@@ -8,7 +8,6 @@ import pytest
 from benchmarks.balancers import OTHER_BALANCERS
 from foreroute.costs.model import CostModel
 from foreroute.costs.presets import hardware_preset, model_preset
-from foreroute.errors import CountsError
 from foreroute.plan import Topology
 from foreroute.simulate import methods
 from foreroute.simulate.balancers import BalancerInput
@@ -89,18 +88,6 @@ def test_the_check_sees_what_is_wrong(field, place, value, monkeypatch):
     monkeypatch.setitem(BALANCERS, "llep", replace(BALANCERS["llep"], method=spoiled))
     with pytest.raises(AssertionError):
         check(problem(0), "llep")
-
-
-def largest(given, name):
-    cells = zip(BALANCERS[name].method(given), given.cells(), strict=True)
-    return [int(cell.loads_G(counts_GE).max()) for cell, (_, counts_GE) in cells]
-
-
-def test_the_step_before_must_be_known():
-    given = replace(problem(0), previous_LE=None)
-    with pytest.raises(CountsError, match="counts"):
-        list(BALANCERS["eplb_previous"].method(given))
-    assert largest(replace(given, previous_LE=given.loads_LE()), "eplb_previous") == largest(given, "eplb_step")
 
 
 README_LOADS = [

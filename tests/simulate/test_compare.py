@@ -8,7 +8,6 @@ import pytest
 from foreroute.costs.model import CostModel
 from foreroute.costs.presets import hardware_preset, model_preset
 from foreroute.costs.pricing import step_parts
-from foreroute.errors import CountsError
 from foreroute.plan import Topology
 from foreroute.plan.options import PASS_NAMES
 from foreroute.simulate import methods
@@ -103,13 +102,3 @@ def test_a_pass_that_gains_too_little_is_that_of_homes(at_home):
     assert 0 < compared.least_s <= min(whole.training_s, homes.training_s)
     mean_L = given.counts_MLGE[0].sum(axis=(1, 2)) / 8
     assert compared.least_over_mean_ML[0].tolist() == (found.bound_ML[0] / mean_L).tolist()
-
-
-def test_what_does_not_fit_is_refused():
-    given = problem()
-    for wrong in (replace(given, home_LE=given.home_LE[:1]), replace(given, previous_LE=given.previous_LE[:, :3])):
-        with pytest.raises(CountsError, match="expected"):
-            list(compare(wrong, COSTS))
-    found = random_plan(given.counts_MLGE, given.topology)
-    with pytest.raises(CountsError, match=r"counts.*\[.*\].*plan.*\[3, 2, 8, 16\]"):
-        figures_of(found, given.counts_MLGE[:2], COSTS, label="other", planning_s=0.0)

@@ -41,20 +41,6 @@ def test_rates_that_made_the_measurements_are_found():
     assert before.median_error > 0.1
 
 
-@pytest.mark.parametrize(
-    ("names", "message"),
-    [
-        (["speed"], "speed cannot be fitted; expected some of gemm_flops_per_s"),
-        (["replica_s"], "replica_s begins at 0, which no factor changes; configure a first value"),
-        (["layer_s", "node_latency_s"], "cannot tell layer_s, node_latency_s apart"),
-    ],
-)
-def test_what_cannot_be_fitted_is_refused(names, message):
-    config = small_config()
-    with pytest.raises(ConfigError, match=message):
-        fit(steps(config), config, names)
-
-
 @pytest.fixture
 def folder(tmp_path):
     """Counts, their plan, and the plan of other counts."""

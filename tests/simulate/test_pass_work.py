@@ -23,7 +23,6 @@ TOPOLOGY = Topology(4, 2, 1, Links(340e9, 45e9, 50e9, 20e-6, 50e-6))
 COSTS = CostModel(model=MODELS["qwen3-30b-a3b"], hardware=HARDWARE["h100"])
 HOME_E = np.arange(4)
 LAYERS, COUNTS = np.arange(2), np.ones((3, 2, 4, 4), np.int32)
-BYTES = 3 * 2048 * 768
 # (expert, rank, fetched) of the replicas of both layers, micro-step by micro-step
 REPLICAS = [[(1, 0, True)], [(1, 0, False)], [(3, 0, True)]]
 
