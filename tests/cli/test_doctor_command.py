@@ -81,13 +81,6 @@ def test_a_problem_is_exit_code_1(files):
     assert "shifted by +1 token:" in result.stdout
 
 
-def test_a_configuration_alone_is_enough_for_the_wiring(files):
-    result = doctor("--model", files / "model" / "config.json")
-    assert result.returncode == 0, result.stderr
-    assert "Replay is wired" in said(result)
-    assert "No weights were given" in said(result)
-
-
 @pytest.fixture(scope="module")
 def run(tmp_path_factory):
     """What a run leaves: its configuration, checkpoints of two steps, and the rollout of the second one."""

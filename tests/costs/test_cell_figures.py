@@ -111,3 +111,10 @@ def test_no_plan_is_faster_and_level_local_tokens_attain_the_bound(dispatcher):
     plan = random_plan(counts, Topology(4, 2, 0, LINKS))
     plan.home_LE[:] = np.arange(4)
     np.testing.assert_allclose(price_plan(plan, counts, COSTS), least_seconds(counts, plan.topology, COSTS), rtol=1e-12)
+
+
+def test_a_step_is_the_sum_of_its_cells():
+    counts = np.random.default_rng(0).integers(0, 40, (2, 3, 4, 8), dtype=np.int32)
+    hosts = random_plan(counts, TOPOLOGY, seed=1).hosts
+    cells = [price_cell(hosts.cell(m, layer), counts[m, layer], TOPOLOGY, COSTS) for m, layer in np.ndindex(2, 3)]
+    np.testing.assert_allclose(step_parts(hosts, counts, TOPOLOGY, COSTS), sum(cells), rtol=1e-12)

@@ -13,7 +13,7 @@ from experiments.arms import Arms
 from experiments.claimed import claims
 from experiments.claims import judged, verdict
 from experiments.grid import FEW, FRESH, SEEDS, grid
-from experiments.intervals import Interval, paired_difference, paired_ratio
+from experiments.intervals import Interval, paired_difference
 from experiments.page import figures_text, page_text
 from experiments.page_tables import tables
 from experiments.plots import PICTURES
@@ -153,17 +153,6 @@ def test_paired_differences_are_scipys_over_the_seeds_of_both():
     assert (found.low, found.high) == pytest.approx((expected.low, expected.high))
     unpaired = stats.ttest_ind([VALUES[s] for s in seeds], [OTHERS[s] for s in seeds]).confidence_interval(0.95)
     assert found.low != pytest.approx(unpaired.low), "the seeds are paired"
-
-
-def test_ratios_are_geometric_and_need_positive_figures():
-    found = paired_ratio(VALUES, OTHERS)
-    seeds = [0, 1, 2, 4]
-    logs = stats.ttest_rel(np.log([VALUES[s] for s in seeds]), np.log([OTHERS[s] for s in seeds]))
-    expected = np.exp(logs.confidence_interval(0.95))
-    assert (found.low, found.high) == pytest.approx(tuple(expected))
-    assert found.mean == pytest.approx(stats.gmean([VALUES[s] / OTHERS[s] for s in seeds]))
-    assert paired_ratio(VALUES, {**OTHERS, 0: 0.0}) is None
-    assert paired_ratio(VALUES, {9: 1.0}) is None
 
 
 def rule(rewards):

@@ -1,16 +1,13 @@
 """Run folders: what is read, what is forgiven, and what is refused with the place and the remedy."""
 
 import json
-import math
 from dataclasses import replace
 
 import pytest
 
 from foreroute.errors import RunFolderError
 from foreroute.files.json_form import to_json
-from foreroute.records import Alarm, StepRecord
 from foreroute.records.runs import parse_step, read_run
-from foreroute.records.step_record import DeviceRecord, MismatchRecord
 from tests.report.report_runs import config, step_line, write_run
 from tests.train.small_runs import small_config, trainer_of
 
@@ -109,18 +106,6 @@ def test_what_a_trainer_writes_is_read_whole():
     line = line_of(to_json(record))
     assert parse_step(line) == record
     assert {"mismatch", "importance", "sampling", "device", "expert_load", "margins_LB"} <= json.loads(line).keys()
-
-
-def test_a_record_is_written_by_its_keys_and_read_again():
-    sides = {"native": MismatchRecord(k3=0.5, f2=0.1, f1_5=0.2, differing_share=0.3, differing_tokens_share=1.0)}
-    alarms = [Alarm(kind="f2", since=2, value=0.2, threshold=0.1)]
-    device = DeviceRecord(kind="cpu", name="x86")
-    record = StepRecord(step=3, loss=math.inf, mismatch=sides, alarms=alarms, device=device)
-    written = to_json(record)
-    assert written["mismatch"]["native"]["f1.5"] == 0.2
-    assert written["device"] == {"kind": "cpu", "name": "x86"}
-    assert not {"margins_LB", "execution"} & written.keys(), "what was not recorded has no key"
-    assert parse_step(line_of(written)) == record
 
 
 HUGE = {name: [[[2**63]]] for name in ("at_home_MLG", "executed_MLG")}

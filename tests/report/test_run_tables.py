@@ -51,14 +51,6 @@ def test_a_run_measured_one_way_shows_that_way_alone_and_an_empty_step_nothing(t
     assert phase_seconds(run) == pytest.approx({"rollout": 2.0, "update": 0.75, "measure": 0.25})
 
 
-@pytest.mark.parametrize(
-    ("steps", "first", "last"), [(25, 0.045, 0.195), (3, 0.01, 0.01)], ids=["0 to 9 and 15 to 24", "all"]
-)
-def test_reward_is_averaged_over_ten_steps_at_each_end_or_those_there_are(tmp_path, steps, first, last):
-    run = run_of(tmp_path, [{"step": i, "reward_mean": i / 100} for i in range(steps)])
-    assert rewards(run) == pytest.approx((first, last))
-
-
 def alarm(kind, value, threshold=0.1):
     return {"kind": kind, "since": 0, "value": value, "threshold": threshold}
 

@@ -8,12 +8,10 @@ import pytest
 from benchmarks.balancers import OTHER_BALANCERS
 from foreroute.costs.model import BACKWARD, FORWARD
 from foreroute.costs.pricing import least_seconds, step_parts
-from foreroute.errors import ConfigError
-from foreroute.plan import save_counts
 from foreroute.simulate import parse_config, simulate
 from foreroute.simulate.engine import PARTS
 from foreroute.simulate.ep_group import EPGroup
-from foreroute.simulate.methods import DEFAULT_METHODS, METHODS, all_at_home, forced_balance, serve
+from foreroute.simulate.methods import METHODS, all_at_home, forced_balance, serve
 from foreroute.simulate.optimizer_step import move_seconds, optimizer_seconds, reduction_seconds
 from foreroute.simulate.steps import group_steps
 from tests.simulate.simulate_cases import small_config
@@ -139,21 +137,6 @@ def test_the_recompute_waits_for_what_of_planning_does_not_come_before_it():
         waited = simulate(small_config(planning_s=1e3, plan_lead_s=lead_s))["ours"]
         assert waited.phases.planning == pytest.approx(expected_s)
         assert waited.training_s == pytest.approx(hidden.training_s)
-
-
-def test_methods_that_plan_from_an_unknown_step_before_are_left_out_or_refused(tmp_path):
-    save_counts(UNIFORM, tmp_path / "counts.safetensors")
-    values = small_config().model_dump()
-    values["workload"] = {"counts": str(tmp_path / "counts.safetensors")}
-    everything = parse_config(values | {"methods": list(DEFAULT_METHODS)}, source="here")
-    expected = [m for m in DEFAULT_METHODS if "previous" not in m]
-    assert [record.name for record in simulate(everything).methods] == expected
-    values["methods"] = ["eplb_previous", "ours"]
-    with pytest.raises(ConfigError, match=r"eplb_previous.*workload.previous_counts"):
-        simulate(parse_config(values, source="here"))
-    values["workload"]["previous_counts"] = values["workload"]["counts"]
-    config = parse_config(values, source="here")
-    assert [record.name for record in simulate(config).methods] == ["static", "eplb_previous", "ours"]
 
 
 EXPERT = 3 * 2048 * 768
