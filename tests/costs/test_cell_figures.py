@@ -64,10 +64,8 @@ UNFIT = {
     "an expert that is not there": (hosts_with("expert_R", 0, 8), "expert_R.*8.*0 to 7"),
     "a home that is not there": (hosts_with("home_LE", (1, 3), 9), "home_LE.*9.*0 to 3"),
     "offsets that go back": (hosts_with("offsets", 2, 0), "offsets"),
-    "offsets beyond the replicas": (hosts_with("offsets", -1, 10_000), "offsets"),
     "offsets of fewer cells": (PLAN.hosts._replace(offsets=PLAN.hosts.offsets[:-1]), "offsets are 6.*expected 7"),
     "homes of fewer layers": (PLAN.hosts._replace(home_LE=PLAN.hosts.home_LE[:1]), r"home_LE.*\[1, 8\].*\[2, 8\]"),
-    "fewer sources": (PLAN.hosts._replace(tokens_RG=PLAN.hosts.tokens_RG[:, :3].copy()), "tokens_RG.*3.*4"),
 }
 
 

@@ -73,7 +73,6 @@ def _edit_topology(**values):
 
 FORGERIES = {
     "deep json": (_metadata("topology", "[" * 100_000), "no readable plan file"),
-    "half nodes": (_edit_topology(ranks_per_node=3), "do not fill nodes"),
     "a link of 400 digits": (_edit_topology(links=vars(LINKS) | {"node_latency_s": 10**400}), "node_latency_s is 1000"),
     "gains of one pass": (_metadata("gains", '{"update": 0.1}'), "gains are .*recompute and update"),
     "gains by no path": (_metadata("gains", '{"recompute": 0.1, "update": 0.1}'), "priced_paths is None"),

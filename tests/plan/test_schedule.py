@@ -111,7 +111,6 @@ NOT_THERE = {
     "a rank below 0": ("rank_R", -1),
     "all in one slot": ("slot_R", 0),
     "a home": ("home_LE", 4),
-    "all at one home": ("home_LE", 1),
     "offsets": ("offsets", 9),
 }
 
