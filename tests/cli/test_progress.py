@@ -43,7 +43,7 @@ def test_elsewhere_a_line_now_and_then_says_the_time_left():
     ]
 
 
-def test_one_line_says_what_the_sentinel_saw(works):
+def test_one_line_says_what_the_sentinel_saw():
     text = io.StringIO()
     seen = [
         SuspicionRecord(looks_like="frozen-rows", sentence=f"sequence {s} froze", share=0.9, usual=0.1) for s in (3, 5)
