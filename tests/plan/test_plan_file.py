@@ -78,7 +78,6 @@ FORGERIES = {
     "gains by no path": (_metadata("gains", '{"recompute": 0.1, "update": 0.1}'), "priced_paths is None"),
     "a gain too large to be one": (_metadata("gains", '{"recompute": -1e999, "update": 0.1}'), "gains are .*finite"),
     "no price without gains": (_metadata("unpriced", "planning"), "expected .* where no gains are"),
-    "letters": (_metadata("counts_digest", "é" * 32), "32 hexadecimal digits"),
     "fetched twice": (_tensor("fetched_R", np.full(28, 2, np.uint8).view(np.bool_)), "neither 0 nor 1"),
     "wrapping staircase": (_tensor("offsets", np.array([*STAIRCASE, 28, 28, 28], np.int64)), "ascend from 0 to the 28"),
 }
