@@ -108,7 +108,7 @@ def test_rates_are_put_into_a_file_and_all_else_stays(tmp_path):
 def test_files_that_lines_cannot_be_put_into_stay_as_they_are(text, tmp_path):
     path = tmp_path / "cluster.toml"
     path.write_text(text)
-    with pytest.raises(ConfigError, match="hardware|redundant_slots"):
+    with pytest.raises(ConfigError, match=r"hardware|redundant_slots"):
         write_rates(path, {"hardware": RATES["hardware"]})
     assert path.read_text() == text
 
