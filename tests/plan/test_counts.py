@@ -2,13 +2,14 @@
 
 import hashlib
 import tracemalloc
+from zlib import crc32
 
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from foreroute.errors import CountsError, InputError, SpecMismatchError, TraceContentError
+from foreroute.errors import CountsError, SpecMismatchError, TraceContentError
 from foreroute.files.container import FileFormat
 from foreroute.layout import Packing
 from foreroute.plan.counts import (
@@ -19,7 +20,7 @@ from foreroute.plan.counts import (
     packed_counts,
     save_counts,
 )
-from foreroute.trace.operations import add_assignments, count_assignments
+from foreroute.trace.operations import count_assignments
 from tests.traces import mixed_trace, random_trace, uneven_trace
 
 
@@ -59,13 +60,9 @@ def test_counts_of_several_traces_match_a_loop(seed, wide):
     counted = count_assignments(traces[0], micro_step_S)
     alone = Packing(micro_step_S, np.zeros_like(micro_step_S), len(counted), 1)
     np.testing.assert_array_equal(counted, loop(traces[:1], alone)[:, :, 0])
-
-
-def test_gaps_and_empty_sequences_do_not_count():
-    trace = mixed_trace(0)
-    packing = random_packing(np.random.default_rng(0), len(trace))
-    assert not trace.valid_N.all()
-    np.testing.assert_array_equal(packed_counts(trace, packing), loop([trace], packing))
+    mixed = mixed_trace(seed)  # with gaps and empty sequences
+    packing = random_packing(np.random.default_rng(seed), len(mixed))
+    np.testing.assert_array_equal(packed_counts(mixed, packing), loop([mixed], packing))
 
 
 def test_counts_that_a_small_trace_cannot_fill_are_refused_before_they_are_made():
@@ -86,7 +83,6 @@ def test_packings_that_do_not_fit_are_refused():
         ([], zeros[:0], zeros[:0], CountsError, "got 0 traces"),
         (trace, zeros, zeros + 4, TraceContentError, r"ranks.*4.*numbers.*0.*3"),
         (trace, zeros + 1, zeros, TraceContentError, r"micro.*1.*numbers.*0.*0"),
-        (trace, zeros, zeros - 1, TraceContentError, "ranks hold -1"),
         ([trace, random_trace(0, num_experts=9)], *[np.tile(zeros, 2)] * 2, SpecMismatchError, r"belongs.*another"),
         (uneven, *[np.zeros(len(uneven), np.int32)] * 2, SpecMismatchError, r"plan.*different sizes"),
     ):
@@ -94,36 +90,7 @@ def test_packings_that_do_not_fit_are_refused():
             packed_counts(traces, Packing(micro_step_S, rank_S, 1, 4))
 
 
-def test_counts_of_another_shape_or_width_are_not_added_to():
-    trace = random_trace(0)
-    zeros = np.zeros(len(trace), np.int64)
-    with pytest.raises(TraceContentError, match=r"counts.*1, 2, 1, 8.*3.*8 experts"):
-        add_assignments(trace, zeros, zeros, np.zeros((1, 2, 1, 8), np.int32))
-    with pytest.raises(TraceContentError, match="expected a C-contiguous int32 array"):
-        add_assignments(trace, zeros, zeros, np.zeros((1, 3, 1, 8), np.int64))
-
-
 GOOD = np.full((2, 3, 4, 8), 5)
-
-
-def test_whole_numbers_of_any_width_are_taken():
-    for dtype in (np.uint8, np.int16, np.int32, np.uint32, np.int64, np.uint64):
-        for top_k in (1, 2, 8):
-            checked = check_counts(GOOD.astype(dtype), num_ranks=4, top_k=top_k)
-            assert checked.dtype == np.int32
-            np.testing.assert_array_equal(checked, GOOD)
-
-
-def test_counts_are_copied_where_they_cannot_be_written_to():
-    """As from a mapped file."""
-    counts = GOOD.astype(np.int32)
-    assert check_counts(counts, num_ranks=4) is counts
-    with pytest.raises(CountsError, match=r"4 source.*topology 8"):
-        check_counts(counts, num_ranks=8)
-    counts.flags.writeable = False
-    checked = check_counts(counts)
-    assert checked.flags.writeable
-    np.testing.assert_array_equal(checked, counts)
 
 
 def changed(where, value, dtype=np.int64):
@@ -139,10 +106,7 @@ def changed(where, value, dtype=np.int64):
         (GOOD[:0], "none of them 0"),
         (GOOD[:, :, :3], "8 experts.*3 ranks"),
         (GOOD.astype(float), "float64.*integers"),
-        (GOOD.astype(bool), "bool.*integers"),
-        (GOOD.astype(str), "expected integers"),
         (changed((1, 2, 3, 4), -7, np.int32), "-7 in micro-step 1, layer 2, source rank 3"),
-        (changed((1, 2, 3, 4), 2**31), "2147483648 in micro-step 1, layer 2, source rank 3"),
         (changed((1, 2, 3, 4), 2**64 - 1, np.uint64), "18446744073709551615 in micro-step 1"),
         (changed((1, 2, slice(3), 4), 2**30, np.int32), "micro-step 1, layer 2 holds 3221225617"),
         (np.zeros((1, 1, 1, 2**15 + 1), np.int8), "32769 experts.*32768"),
@@ -159,7 +123,6 @@ def test_counts_that_cannot_be_planned_are_refused(counts, words):
         (changed((1, 2, 3, 4), 7), 2, "micro-step 1, layer 2, source rank 3 sends 42"),
         (GOOD, 3, "micro-step 0, layer 0, source rank 0.*multiple of top_k = 3"),
         (changed((1, slice(None), 3, slice(4, 6)), (25, 5)), 4, "micro-step 1, layer 0, source rank 3 .*1/4"),
-        (GOOD, 0, "top_k is 0"),
         (GOOD, 9, "top_k is 9"),
     ],
 )
@@ -169,25 +132,15 @@ def test_counts_that_no_tokens_have_are_refused_when_top_k_is_known(counts, top_
         check_counts(counts, top_k=top_k)
 
 
-@pytest.mark.parametrize(("largest", "stored"), [(0, "<u1"), (255, "<u1"), (256, "<u2"), (70_000, "<u4")])
+@pytest.mark.parametrize(("largest", "stored"), [(255, "<u1"), (256, "<u2"), (70_000, "<u4")])
 def test_the_digest_of_counts_is_that_of_the_page(largest, stored):
     counts_MLGE = np.zeros((2, 1, 3, 4), np.int64)
     counts_MLGE[1, 0, 2, 3] = largest
-    sums = b"".join(_crc32(counts_LGE.astype(stored).tobytes()).to_bytes(4, "little") for counts_LGE in counts_MLGE)
+    sums = b"".join(crc32(counts_LGE.astype(stored).tobytes()).to_bytes(4, "little") for counts_LGE in counts_MLGE)
     content = f"2x1x3x4:{np.dtype(stored).itemsize}".encode() + sums
     expected = hashlib.blake2b(content, digest_size=16).hexdigest()
     assert counts_digest(counts_MLGE) == expected
     assert counts_digest(np.asfortranarray(counts_MLGE.astype(np.uint32))) == expected
-
-
-def _crc32(content):
-    """CRC-32 of IEEE 802.3, bit by bit."""
-    rest = 0xFFFFFFFF
-    for byte in content:
-        rest ^= byte
-        for _ in range(8):
-            rest = rest >> 1 ^ (0xEDB88320 if rest & 1 else 0)
-    return rest ^ 0xFFFFFFFF
 
 
 COUNTS = np.arange(2 * 3 * 4 * 8).reshape(2, 3, 4, 8)
@@ -201,34 +154,16 @@ def test_counts_survive_the_disk(tmp_path, dtype, order):
     assert np.array_equal(found, counts)
 
 
-def test_what_is_no_counts_is_not_written(tmp_path):
-    with pytest.raises(CountsError, match="the entry -191 in micro-step 1"):
-        save_counts(-COUNTS, tmp_path / "c")
-    assert not list(tmp_path.iterdir())
-
-
-@pytest.mark.parametrize(
-    ("counts", "message"),
-    [
-        (COUNTS, "tensor counts_MLGE is int64; expected I32"),
-        (COUNTS[0].astype(np.int32), r"has the shape \[3, 4, 8\]; expected \[M, L, G, E\]"),
-        ((COUNTS - 1).astype(np.int32), "c: counts have the entry -1 in micro-step 0"),
-    ],
-)
-def test_forged_counts_are_refused(tmp_path, counts, message):
+def test_forged_counts_are_refused(tmp_path):
     forger = FileFormat("counts", 1, CountsError, (), None, "")
-    forger.write(tmp_path / "c", {}, {"counts_MLGE": counts}, overwrite=False)
-    with pytest.raises(CountsError, match=message):
+    forger.write(tmp_path / "c", {}, {"counts_MLGE": (COUNTS - 1).astype(np.int32)}, overwrite=False)
+    with pytest.raises(CountsError, match=r"c: .*entry -1 in micro-step 0"):
         load_counts(tmp_path / "c")
 
 
 def test_the_imbalance_of_contiguous_homes_by_hand():
     counts = np.array([[[4, 0, 2, 2], [1, 1, 1, 1]]])  # one micro-step, two layers, four experts
     assert contiguous_imbalance(counts, 2) == pytest.approx((1.0 + 1.0) / 2)
-    assert contiguous_imbalance(counts, 4) == pytest.approx((2.0 + 1.0) / 2)
-
     # an empty cell is no barrier
     assert contiguous_imbalance(np.concatenate([counts, 0 * counts]), 4) == pytest.approx((2.0 + 1.0) / 2)
     assert contiguous_imbalance(0 * counts, 4) == 1
-    with pytest.raises(InputError, match=r"6 experts.*placed.*4"):
-        contiguous_imbalance(np.zeros((1, 1, 6), np.int64), 4)

@@ -7,14 +7,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-import foreroute as fr
-from foreroute.errors import PlanError, TraceFileError
-from foreroute.layout import Packing
-from foreroute.plan import Links, StepPlan, Topology
+from foreroute.errors import PlanError
 from foreroute.plan.checker import verify
-from foreroute.plan.hosts import Hosts
 from foreroute.plan.plan_file import PLAN_FILE, load_plan, plan_content, plan_from_bytes, plan_to_bytes, save_plan
-from foreroute.testing.routes import synthetic_trace
 from tests.plan.random_plans import LINKS, changed, small_case
 from tests.trace.forging import STAIRCASE
 
@@ -37,10 +32,7 @@ def test_round_trip(tmp_path):
         verify(again, counts)
 
 
-@pytest.mark.parametrize(
-    ("most", "stored"),
-    [(255, np.uint8), (256, np.uint16), (65_535, np.uint16), (65_536, np.int32), (2**31 - 1, np.int32)],
-)
+@pytest.mark.parametrize(("most", "stored"), [(255, np.uint8), (65_535, np.uint16), (65_536, np.int32)])
 def test_splits_keep_their_values_in_as_few_bytes_as_hold_them(most, stored, tmp_path):
     plan, _ = small_case(1)
     plan = changed(plan, "tokens_RG", (3, 1), most)
@@ -50,28 +42,11 @@ def test_splits_keep_their_values_in_as_few_bytes_as_hold_them(most, stored, tmp
 
 def test_a_plan_that_contradicts_itself_is_not_written(tmp_path):
     plan, _ = small_case(1)
-    for gain in (float("-inf"), float("nan"), 2.0):
-        with pytest.raises(PlanError, match="finite shares"):
-            save_plan(replace(plan, gains={"recompute": gain, "update": 0.0}), tmp_path / "p")
+    with pytest.raises(PlanError, match="finite shares"):
+        save_plan(replace(plan, gains={"recompute": 2.0, "update": 0.0}), tmp_path / "p")
     with pytest.raises(PlanError, match="there are 2 slots"):
         save_plan(changed(plan, "slot_R", 0, 2), tmp_path / "p")
     assert not list(tmp_path.iterdir())
-
-
-def test_other_files_are_refused(tmp_path):
-    plan, _ = small_case(1)
-    plan_path, trace_path = save_plan(plan, tmp_path / "plan"), tmp_path / "trace"
-    spec = fr.RoutingSpec(8, 2, (fr.RoutedLayer(0),))
-    fr.save(synthetic_trace(spec, [5], seed=0), trace_path)
-    with pytest.raises(PlanError, match=r"metadata.*foreroute\.trace"):
-        load_plan(trace_path)
-    with pytest.raises(TraceFileError, match="trace file"):
-        fr.load(plan_path)
-    with pytest.raises(PlanError, match="exist"):
-        load_plan(tmp_path / "none")
-    (tmp_path / "text").write_text("hello")
-    with pytest.raises(PlanError, match=r"safetensors.*foreroute"):
-        load_plan(tmp_path / "text")
 
 
 def _forged(tmp_path, change):
@@ -97,24 +72,12 @@ def _edit_topology(**values):
 
 
 FORGERIES = {
-    "no json": (_metadata("topology", "[[[["), "no readable plan file"),
     "deep json": (_metadata("topology", "[" * 100_000), "no readable plan file"),
-    "no topology": (_metadata("topology", "[]"), "the topology is"),
-    "half nodes": (_edit_topology(ranks_per_node=3), "do not fill nodes"),
-    "unknown topology": (_edit_topology(extra=3), "the topology.*extra"),
-    "text links": (_edit_topology(links={"node_bytes_per_s": "1"}), r"topology\.links lacks.*node_latency_s"),
-    "links that are none": (_edit_topology(links=3), r"topology\.links is 3"),
     "a link of 400 digits": (_edit_topology(links=vars(LINKS) | {"node_latency_s": 10**400}), "node_latency_s is 1000"),
-    "slots of 400 digits": (_edit_topology(redundant_slots=10**400), "redundant_slots is 1000"),
-    "gains that are none": (_metadata("gains", "[]"), "gains are .*recompute and update"),
     "gains of one pass": (_metadata("gains", '{"update": 0.1}'), "gains are .*recompute and update"),
     "gains by no path": (_metadata("gains", '{"recompute": 0.1, "update": 0.1}'), "priced_paths is None"),
     "a gain too large to be one": (_metadata("gains", '{"recompute": -1e999, "update": 0.1}'), "gains are .*finite"),
-    "a path that is none": (_metadata("priced_paths", "nfs"), "priced_paths is 'nfs'"),
-    "a price that is none": (_metadata("unpriced", "moves"), r"unpriced is \('moves',\)"),
     "no price without gains": (_metadata("unpriced", "planning"), "expected .* where no gains are"),
-    "counts without a digest": (_metadata("counts_digest", "0" * 31), "32 hexadecimal digits"),
-    "letters": (_metadata("counts_digest", "é" * 32), "32 hexadecimal digits"),
     "fetched twice": (_tensor("fetched_R", np.full(28, 2, np.uint8).view(np.bool_)), "neither 0 nor 1"),
     "wrapping staircase": (_tensor("offsets", np.array([*STAIRCASE, 28, 28, 28], np.int64)), "ascend from 0 to the 28"),
 }
@@ -127,66 +90,20 @@ def test_forgeries_with_a_right_checksum_are_refused(kind, tmp_path):
         load_plan(_forged(tmp_path, change))
 
 
-def test_no_memory_is_taken_for_ranks_that_no_expert_is_on(tmp_path):
-    def change(metadata, tensors):
-        for name, tensor in tensors.items():
-            tensors[name] = tensor[:0]
-        tensors.update(offsets=np.zeros(1, np.int64), home_LE=np.zeros((3, 0), np.int16))
-        tensors.update(previous_home_LE=np.zeros((3, 0), np.int16), max_load_ML=np.zeros((0, 3), np.int64))
-        tensors.update(bound_ML=np.zeros((0, 3)))
-        tensors.update(tokens_RG=np.zeros((0, 30_000), np.int32))
-        _edit_topology(num_ranks=30_000, ranks_per_node=1)(metadata, tensors)
-
-    with pytest.raises(PlanError, match="3 layers with 0 experts on 30000 ranks"):
-        load_plan(_forged(tmp_path, change))
-
-
-def test_numbers_of_numpy_are_kept_as_integers(tmp_path):
-    plan, _ = small_case(3)
-    given = Topology(*np.array([plan.topology.num_ranks, plan.topology.ranks_per_node, 2]), plan.topology.links)
-    kept = load_plan(save_plan(replace(plan, topology=given), tmp_path / "p")).topology
-    assert kept == replace(plan.topology, redundant_slots=2)
-    assert type(kept.num_ranks) is int
-
-
 VERSION_8 = Path(__file__).parent / "data" / "plan-v8.safetensors"
 
 
-def archived():
-    """Made by plain arithmetic, so that it does not depend on any random generator."""
-    links = Links(340e9, 45e9, 50e9, 2e-5, 5e-5)
-    home_LE = np.array([[0, 0, 1, 1], [1, 0, 0, 1]], np.int16)
-    return StepPlan(
-        topology=Topology(2, 1, 1, links),
-        previous_home_LE=np.array([[0, 0, 1, 1], [0, 0, 1, 1]], np.int16),
-        hosts=Hosts(
-            home_LE=home_LE,
-            offsets=np.array([0, 2, 2, 3, 4], np.int64),
-            expert_R=np.array([0, 2, 0, 1], np.int16),
-            rank_R=np.array([1, 0, 1, 1], np.int16),
-            slot_R=np.zeros(4, np.int16),
-            fetched_R=np.array([True, True, False, True]),
-            tokens_RG=np.array([[3, 0], [300, 1], [0, 0], [7, 60_000]], np.int32),
-        ),
-        max_load_ML=np.array([[310, 20], [30, 80_000]], np.int64),
-        bound_ML=np.array([[309.5, 20], [30, 70_010.25]]),
-        counts_digest="00112233445566778899aabbccddeeff",
-        slots="layer",
-        packing=Packing(np.array([0, 1, 0], np.int32), np.array([1, 0, 0], np.int32), 2, 2),
-        tokens_digest="ffeeddccbbaa99887766554433221100",
-        gains={"recompute": 0.25, "update": -0.0078125},
-        priced_paths="direct",
-        unpriced=("planning",),
-    )
-
-
 def test_version_8_is_read_and_written():
-    assert equal(load_plan(VERSION_8), archived())
-    assert plan_to_bytes(archived()) == VERSION_8.read_bytes()
+    plan = load_plan(VERSION_8)
+    assert plan.hosts.home_LE.tolist() == [[0, 0, 1, 1], [1, 0, 0, 1]]
+    assert plan.hosts.tokens_RG.tolist() == [[3, 0], [300, 1], [0, 0], [7, 60_000]]
+    assert plan.bound_ML.tolist() == [[309.5, 20], [30, 70_010.25]]
+    assert (plan.gains, plan.priced_paths) == ({"recompute": 0.25, "update": -0.0078125}, "direct")
+    assert plan_to_bytes(plan) == VERSION_8.read_bytes()
 
 
-@pytest.mark.parametrize("content", [b"", b"nonsense", b"\2" + bytes(7) + b"{}", b"\x10" + bytes(7) + b"[" * 16])
-def test_bytes_that_are_no_plan_are_refused(content):
-    with pytest.raises(PlanError, match=r"plan.*another"):
-        plan_from_bytes(content)
-    assert equal(plan_from_bytes(plan_to_bytes(archived())), archived())
+def test_bytes_that_are_no_plan_are_refused():
+    for content in (b"", b"\x10" + bytes(7) + b"[" * 16):
+        with pytest.raises(PlanError, match=r"plan.*another"):
+            plan_from_bytes(content)
+    assert equal(plan_from_bytes(VERSION_8.read_bytes()), load_plan(VERSION_8))

@@ -1,20 +1,11 @@
 """The page of a diagnosis: complete with all evidence and with none."""
 
-import re
-from dataclasses import replace
-
 import numpy as np
-import pytest
-from matplotlib.figure import Figure
 
-from foreroute.doctor import Diagnosis, Evidence, diagnose
-from foreroute.doctor.evidence import Measures, TrainerPass
-from foreroute.mismatch.measures import as_traces
+from foreroute.doctor import Evidence, diagnose
+from foreroute.doctor.evidence import TrainerPass
 from foreroute.report import write_diagnosis
 from foreroute.report.diagnosis import measure_table
-from foreroute.report.figure import layer_label, number_layers
-from foreroute.report.format import percentage
-from foreroute.trace import LayerKind, RoutedLayer, RoutingSpec
 from tests.report.pages import text_of
 from tests.traces import random_trace
 
@@ -36,72 +27,3 @@ def test_everything_that_was_measured_is_on_the_page(tmp_path):
     assert table.column("Differing decisions")[1] == "0, forced"
     assert html.count("data:image/svg+xml;base64,") == 2
     assert "Look at the run foreroute report r" in text
-
-
-def test_the_table_has_what_was_measured_and_nothing_else(tmp_path):
-    """Routes alone, with and without a pass on them; log-probs alone; the trainer beside itself alone."""
-    native, replayed = TrainerPass(OWN, LOGPROBS), TrainerPass(None, LOGPROBS)
-    shares = measure_table(diagnose(Evidence(engine=ENGINE, native=native)).measures).rows[0].cells[3:]
-    assert all(re.fullmatch(r"\d+(\.\d+)?.%", share) and share != "0" for share in shares), shares
-    unscored = Evidence(engine=ENGINE, native=native, replayed=replayed, repeated=native, repacked=native)
-    scored = replace(unscored, engine_logprobs_R=LOGPROBS - 0.1)
-    dash, first, forced = "\N{EN DASH}", "Engine and trainer, without replay", "Engine and trainer, with replay"
-    for evidence, name, expected in (
-        (unscored, first, (dash, dash, *shares)),
-        (replace(unscored, replayed=None), first, (dash, dash, *shares)),
-        (scored, forced, (..., ..., "0, forced", "0, forced")),
-        (replace(scored, engine=None), first, (..., ..., dash, dash)),
-        (replace(unscored, random_weights=True), None, ()),
-    ):
-        rows = {row.cells[0]: row.cells[1:] for row in measure_table(diagnose(evidence).measures).rows}
-        assert all(want in (cell, ...) for cell, want in zip(rows.get(name, ()), expected, strict=True))
-        assert [name for name, cells in rows.items() if "0, forced" in cells] == (
-            [] if evidence.engine_logprobs_R is None else [forced]
-        )
-
-
-@pytest.mark.usefixtures("unpainted")
-def test_layers_have_the_numbers_that_the_model_gives_them(tmp_path):
-    spec = RoutingSpec(8, 2, (RoutedLayer(1), RoutedLayer(2), RoutedLayer(4)))
-    engine, own = (replace(random_trace(3, route_seed=seed), spec=spec) for seed in (9, 10))
-    html = write_diagnosis(
-        diagnose(Evidence(engine=engine, native=TrainerPass(own, None))), tmp_path / "page.html"
-    ).read_text()
-    assert re.search(r"Tokens that differ: decoder 1 [\d.]+%, decoder 2 [\d.]+%, decoder 4 [\d.]+%", html)
-    axis = Figure().subplots()
-    axis.plot(range(3))
-    number_layers(axis.xaxis, spec.layers)
-    assert [axis.xaxis.get_major_formatter()(place, None) for place in range(4)] == ["1", "2", "4", ""]
-    assert (layer_label(spec.layers), layer_label(())) == ("decoder layer", "routed layer, counted from 0")
-    assert layer_label(as_traces(*[np.array([[[[0, 1], [0, 2]]]])] * 2)[0].spec.layers) == "routed layer"
-    mixed = (RoutedLayer(0), RoutedLayer(0, LayerKind.MTP))
-    number_layers(axis.xaxis, mixed)
-    assert [axis.xaxis.get_major_formatter()(place, None) for place in range(2)] == ["decoder 0", "mtp 0"]
-
-
-def test_a_diagnosis_without_evidence_says_what_is_missing(tmp_path):
-    empty = Diagnosis(headline="Nothing.", findings=(), measures=Measures())
-    html = write_diagnosis(empty, tmp_path / "page.html").read_text()
-    assert html.count("is not shown") == 2
-    assert "<figure" not in html
-    assert "<table" not in html
-
-
-@pytest.mark.usefixtures("unpainted")
-def test_roots_that_are_no_near_ties_are_in_a_table_and_the_parts_of_k3_in_tiles(tmp_path):
-    engine, own = (random_trace(3, num_layers=12, route_seed=seed) for seed in (3, 9))
-    deficits = np.random.default_rng(0).exponential(1, engine.expert_ids_NLK.shape[:2])
-    logprobs = -np.arange(1.0, 9.0)
-    given = {"engine": engine, "engine_logprobs_R": logprobs, "native": TrainerPass(own, logprobs + 0.4)}
-    pages = []
-    for number in range(2):
-        evidence = Evidence(**given, replayed=TrainerPass(None, logprobs + 0.1, own, deficits))
-        diagnosis = diagnose(evidence)
-        pages.append(text_of(write_diagnosis(diagnosis, tmp_path / f"{number}.html").read_text()))
-        root = diagnosis.measures.roots.worst[0]
-        deficits[engine.offsets[root.sequence] + root.position, root.layer] = 60
-    assert ["No near-ties" in page for page in pages] == [False, True]
-    assert f"decoder {root.layer} {root.sequence} {root.position} " in pages[1]
-    share = diagnosis.measures.split.routing_share
-    assert share == pytest.approx(0.75)
-    assert f"{percentage(share)} of k3; replay takes it away".replace("\N{NO-BREAK SPACE}", " ") in pages[1]

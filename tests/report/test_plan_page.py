@@ -12,18 +12,13 @@ from foreroute.costs.cluster_file import Cluster, parse_cluster
 from foreroute.costs.model import CostModel
 from foreroute.costs.presets import hardware_preset, model_preset
 from foreroute.plan import Topology
-from foreroute.plan.capabilities import SEVERAL_NODES
 from foreroute.plan.options import PASS_NAMES
-from foreroute.report.figure import integer_ticks, ticks_above_one
-from foreroute.report.format import duration, over_mean, percentage, size, step_time, time_unit
+from foreroute.report.format import duration, over_mean, percentage, size, step_time
 from foreroute.report.methods import BOUND
-from foreroute.report.page import Column, Table, TableRow
 from foreroute.report.plan import (
-    executors_of_ways,
     plan_finding,
     plan_table,
     plan_tiles,
-    planning_words,
     ways_finding,
     ways_table,
     write_plan_page,
@@ -31,8 +26,7 @@ from foreroute.report.plan import (
 from foreroute.simulate.balancers import BalancerInput
 from foreroute.simulate.compare import TimedPlan, compare_plan
 from foreroute.simulate.methods import BALANCERS
-from foreroute.simulate.ways import Way, simplest, ways_to_level
-from foreroute.trace import RoutedLayer
+from foreroute.simulate.ways import Way, simplest
 from tests.plan.random_plans import LINKS, random_counts, random_plan
 from tests.report.pages import rows_of, text_of
 
@@ -61,12 +55,14 @@ def cells(table, label):
 
 def test_everything_is_on_the_page(tmp_path):
     found = case()
-    cluster = Cluster(found.plan.topology, COSTS)
-    html = write_plan_page(found, {"step": "3 micro-steps"}, tmp_path / "page.html", cluster=cluster).read_text()
+    cluster, ways = Cluster(found.plan.topology, COSTS), ways_of(static=2.0, homes=1.5, plan=1.0)
+    facts = {"step": "3 micro-steps"}
+    html = write_plan_page(found, facts, tmp_path / "page.html", cluster=cluster, ways=ways).read_text()
     text, table = text_of(html), plan_table(found)
+    assert ways_finding(ways).replace("\N{NO-BREAK SPACE}", " ") in text
     assert html.count("data:image/svg+xml;base64,") == 3
     assert "is not shown" not in html
-    assert plan_finding(found).replace("\N{NO-BREAK SPACE}", " ") in text
+    assert plan_finding(found, ways).replace("\N{NO-BREAK SPACE}", " ") in text
     for tile in plan_tiles(found):
         assert f"{tile.name} {tile.value} {tile.against}".strip().replace("\N{NO-BREAK SPACE}", " ") in text
     shown = rows_of(html)
@@ -105,23 +101,6 @@ def test_tiles_say_what_no_row_says():
     assert (gap.value, gap.against.split(" at most")[0]) == tuple(map(percentage, (np.median(gap_ML), gap_ML.max())))
 
 
-@pytest.mark.usefixtures("unpainted")
-def test_layers_have_the_numbers_that_the_model_gives_them(tmp_path):
-    found = case()
-    layers = (RoutedLayer(3), RoutedLayer(5))
-    worst = int(found.at_home.over_mean_SMLG[0].max(axis=-1).mean(axis=0).argmax())
-    named = text_of(write_plan_page(found, {}, tmp_path / "a.html", layers=layers).read_text())
-    assert f"in {layers[worst]}, the most uneven layer" in named
-    counted = text_of(write_plan_page(found, {}, tmp_path / "b.html").read_text())
-    assert f"in routed layer {worst}, counted from 0, the most uneven layer" in counted
-
-
-@pytest.mark.usefixtures("unpainted")
-def test_one_empty_cell(tmp_path):
-    text = text_of(write_plan_page(case(shape=(1, 1, 4, 8), empty=True), {}, tmp_path / "page.html").read_text())
-    assert "the slowest rank has 1.000 times the mean load, and 1.000 times without balancing" in text
-
-
 @pytest.mark.parametrize(
     ("at_home", "begins", "tone", "titles"),
     [
@@ -156,37 +135,18 @@ def test_the_page_says_first_whether_to_use_the_plan(tmp_path, at_home, begins, 
         assert f"would have {found.methods[-2].imbalance:.3f} times the mean, and" in finding
 
 
-def test_a_plan_without_replicas_is_nothing_to_use():
-    found = case(replace(ONE_NODE, redundant_slots=0))
-    assert plan_finding(found).startswith("There is nothing to use: the plan has no replicas.")
-    assert plan_table(found).column("Method")[-2] == "foreroute"
-
-
 @pytest.mark.parametrize(
-    ("plan_s", "static_s", "other_s", "words"),
+    ("static_s", "other_s", "words"),
     [
-        (1.0, 2.0, 1.5, "2.00 times as fast as static and 1.50 times as fast as EPLB, the fastest other balancer;"),
-        (
-            1.0,
-            1.004,
-            0.5,
-            "Use the plan: by the cost model, recompute and update are as fast as static and 0.50 times as fast as "
-            "EPLB, the fastest other balancer;",
-        ),
-        (
-            1.0,
-            0.5,
-            None,
-            "Do not use the plan: by the cost model, recompute and update are 0.50 times as fast as static; the "
-            "slowest rank",
-        ),
+        (2.0, 1.5, "2.00 times as fast as static and 1.50 times as fast as EPLB, the fastest other balancer;"),
+        (0.5, None, "Do not use the plan: by the cost model, recompute and update are 0.50 times as fast as static;"),
     ],
 )
-def test_the_finding_is_beside_static_and_the_strongest_other_method(plan_s, static_s, other_s, words):
+def test_the_finding_is_beside_static_and_the_strongest_other_method(static_s, other_s, words):
     found = case()
     static, other, planned = found.methods
     others = [] if other_s is None else [replace(priced(other, other_s), label="EPLB")]
-    finding = plan_finding(replace(found, methods=(priced(static, static_s), *others, priced(planned, plan_s))))
+    finding = plan_finding(replace(found, methods=(priced(static, static_s), *others, priced(planned, 1.0))))
     assert words in finding
     assert ("fastest other" in finding) is (other_s is not None)
 
@@ -204,66 +164,29 @@ def paying(found):
     return replace(found, methods=tuple(priced(one, 1.0 if one.is_plan else 2.0) for one in found.methods))
 
 
-BOTH_UNPRICED = "Planning and votes are priced at 0 (plan_s_per_count and begin_s of [costs]); “foreroute measure”"
+BOTH = ("planning", "votes")
 
 
 @pytest.mark.parametrize(
-    ("unpriced", "elapsed_s", "begins", "said"),
+    ("unpriced", "elapsed_s", "once_s", "said"),
     [
-        ((), 9.0, "Use the plan:", ""),
-        (("planning", "votes"), 0.25, "Use the plan:", "Planning took 250 ms here (measured), and the plan saves 1 s"),
-        (("planning",), 0.25, "Use the plan:", "Planning is priced at 0 (plan_s_per_count of [costs]);"),
+        ((), 9.0, 0.0, "Use the plan:"),
+        (BOTH, 0.25, 0.0, "Use the plan:.*Planning took 250 ms here .measured., and the plan saves 1 s"),
+        (BOTH, 1.5, 0.0, "Do not use the plan .* which took 1.5 s here .measured.: the plan saves 1 s"),
+        ((), 0.1, 1.2, "Do not use the plan: once a step it takes 1.2 s .* and it saves 1 s"),
         (
-            ("planning", "votes"),
-            1.5,
-            "Do not use the plan in a step that waits for its planning, which took 1.5 s here (measured): the plan "
-            "saves 1 s (modelled).",
-            BOTH_UNPRICED,
+            BOTH[:1],
+            0.1,
+            1.2,
+            "Do not use the plan .*took 100 ms here .measured., beside 1.2 s for",
         ),
     ],
 )
-@pytest.mark.usefixtures("unpainted")
-def test_planning_that_nobody_priced_is_set_beside_what_the_plan_saves(tmp_path, unpriced, elapsed_s, begins, said):
-    found = replace(paying(case()), elapsed_s=elapsed_s, unpriced=unpriced, once_s=0.0)
-    html = write_plan_page(found, {}, tmp_path / "page.html").read_text()
+def test_what_a_plan_takes_once_a_step_is_set_beside_what_it_saves(unpriced, elapsed_s, once_s, said):
+    found = replace(paying(case()), elapsed_s=elapsed_s, unpriced=unpriced, once_s=once_s)
     finding = plan_finding(found).replace("\N{NO-BREAK SPACE}", " ")
-    assert finding.startswith(begins)
-    assert said in finding
+    assert re.match(said, finding)
     assert ("foreroute measure" in finding) is bool(unpriced)
-    assert finding in text_of(html)
-    assert f'finding {"fine" if begins.startswith("Use") else "warning"}"' in html
-
-
-@pytest.mark.parametrize(
-    ("unpriced", "said"),
-    [
-        ((), "Do not use the plan: once a step it takes 1.2 s for planning, publishing and votes, and it saves 1 s"),
-        (
-            ("planning",),
-            "took 100 ms here (measured), beside 1.2 s for publishing and votes (modelled): the plan saves",
-        ),
-    ],
-)
-def test_what_a_plan_takes_once_a_step_counts(unpriced, said):
-    finding = plan_finding(replace(paying(case()), once_s=1.2, unpriced=unpriced)).replace("\N{NO-BREAK SPACE}", " ")
-    assert said in finding
-    assert finding.startswith("Do not use the plan")
-
-
-@pytest.mark.parametrize(
-    ("costs", "unpriced"),
-    [({}, ("planning", "votes")), ({"begin_s": 1e-3}, ("planning",)), ({"plan_s_per_count": 1e-9}, ())],
-)
-def test_what_the_cost_model_has_at_0_is_known(costs, unpriced):
-    given, counts = CostModel(model=COSTS.model, hardware=COSTS.hardware, **costs), random_counts(0, (1, 1, 4, 8))
-    plan = random_plan(counts, ONE_NODE, seed=1, moves=0)
-    problem = BalancerInput(counts, ONE_NODE, plan.previous_home_LE, costs=given)
-    found = compare_plan(TimedPlan(plan, {}, 0.1, 0.0123), problem, {"static": BALANCERS["static"]})
-    assert found.unpriced == unpriced
-    assert found.once_s == given.step_seconds(plan.hosts, ONE_NODE)
-    assert "1 cells in 12.3 ms of the processors, 100 ms by the clock" in planning_words(found, 1).replace(
-        "\N{NO-BREAK SPACE}", " "
-    )
 
 
 @pytest.mark.parametrize(
@@ -287,39 +210,6 @@ def test_homes_that_move_are_a_cost_of_the_step(moves_s, begins, speedup):
     assert row["Speedup over static, home moves too"].startswith(f"{speedup:.2f}")
     assert row["Homes move in, modelled"] == duration(moves_s)
     assert cells(plan_table(found), "moves")["Speedup over static, home moves too"].startswith("0.80")
-
-
-def test_what_a_pass_saves_is_said_against_the_homes_that_experts_move_to():
-    plan = case(at_home=("recompute",)).plan
-    for pass_name in PASS_NAMES:
-        assert "of the modelled time at the homes that experts move to" in plan.decision(pass_name)
-        stays = replace(plan, previous_home_LE=plan.home_LE)
-        assert re.search(r"of the modelled time at homes(;|$)", stays.decision(pass_name))
-
-
-def test_seconds_of_moves_are_those_of_the_ways():
-    found, counts = case(), random_counts(0, (3, 2, 4, 8), most=900)
-    *_, way = ways_to_level(found.plan, counts, COSTS, None)
-    assert found.methods[-1].moves_s == way.moves_s > 0
-    assert found.methods[0].moves_s == 0
-    assert found.methods[-1].training_s == pytest.approx(way.passes_s)
-    assert found.methods[-1].imbalance == pytest.approx(way.imbalance)
-
-
-def test_what_is_known_of_several_nodes_is_said_behind_the_verdict():
-    found = case(Topology(4, 2, 2, LINKS))
-    verdict, known, _ = plan_finding(found).partition(f" {SEVERAL_NODES}")
-    assert known
-    assert verdict.startswith(("Use the plan", "Do not use the plan"))
-    assert "several nodes" not in plan_finding(case())
-
-
-@pytest.mark.usefixtures("unpainted")
-def test_rows_are_on_the_page(tmp_path):
-    table = Table(title="Rows here", columns=(Column("Reserved"),), rows=(TableRow(cells=("known",)),))
-    html = write_plan_page(case(), {}, tmp_path / "page.html", rows=(table,)).read_text()
-    assert "Rows that buffers must hold" in html
-    assert "known" in rows_of(html)
 
 
 def ways_of(**step_s):
@@ -351,8 +241,7 @@ def ways_of(**step_s):
         ),
     ],
 )
-@pytest.mark.usefixtures("unpainted")
-def test_what_is_enough_comes_before_what_each_way_reaches(tmp_path, seconds, verdict):
+def test_what_is_enough_comes_before_what_each_way_reaches(seconds, verdict):
     ways = ways_of(**seconds)
     finding, table = ways_finding(ways), ways_table(ways)
     assert finding.startswith(f"{verdict}")
@@ -360,23 +249,10 @@ def test_what_is_enough_comes_before_what_each_way_reaches(tmp_path, seconds, ve
         "1.550 times the mean as it is, 1.490 packed by routes, 1.026 with homes moved too (2.43 GB a rank, once), "
         "and 1.000 under the plan (1.1 GB a rank in a pass)."
     ) in finding.replace("\N{NO-BREAK SPACE}", " ")
-    labels = [row.cells[0] for row in table.rows]
-    assert labels == ["as it is", "packed by routes", "packed by routes, homes moved", "the plan"]
     assert [row.strong for row in table.rows] == [way is simplest(ways) for way in ways]
-    assert [cell.replace("\N{NO-BREAK SPACE}", " ") for cell in table.rows[2].cells[1:]] == [
-        "1.026",
-        f"{1e3 * (seconds['homes'] - 0.25):.3g} ms" if seconds["homes"] < 1.25 else f"{seconds['homes'] - 0.25:.3g} s",
-        "250 ms",
-        "2.43 GB",
-        "",
-    ]
-    found = case()
-    text = text_of(write_plan_page(found, {}, tmp_path / "page.html", ways=ways).read_text())
-    assert finding.replace("\N{NO-BREAK SPACE}", " ") in text
-    homes, replicas = executors_of_ways().values()
-    assert "flex (DeepEP, HybridEP)" in homes
-    assert "own expert parallelism" not in replicas
-    assert f"Replicas of experts: {replicas}." in text
+    shown = [cell.replace("\N{NO-BREAK SPACE}", " ") for cell in table.rows[2].cells]
+    assert shown[:2] + shown[3:] == ["packed by routes, homes moved", "1.026", "250 ms", "2.43 GB", ""]
+    assert shown[2] == f"{seconds['homes'] - 0.25:.3g} s"
 
 
 ALIKE = "If the next steps route alike, "
@@ -386,12 +262,6 @@ ALIKE = "If the next steps route alike, "
     ("seconds", "once_s", "said"),
     [
         ({"packing": 1.9, "homes": 1.5, "plan": 1.2}, 0.0, ""),
-        (
-            {"packing": 1.9, "homes": 1.5, "plan": 1.24},
-            0.0,
-            f"{ALIKE}sequences packed by routes and homes that move once do as well without the plan: recompute and "
-            "update take 1.25 s, and 1.24 s under it.",
-        ),
         (
             {"homes": 1.5, "plan": 1.2},
             0.1,
@@ -405,14 +275,12 @@ ALIKE = "If the next steps route alike, "
         ),
     ],
 )
-@pytest.mark.usefixtures("unpainted")
-def test_the_finding_says_where_less_than_the_plan_would_do_in_the_next_steps(tmp_path, seconds, once_s, said):
+def test_the_finding_says_where_less_than_the_plan_would_do_in_the_next_steps(seconds, once_s, said):
     ways, found = ways_of(static=2.0, **seconds), replace(paying(case()), once_s=once_s)
     finding = plan_finding(found, ways).replace("\N{NO-BREAK SPACE}", " ")
     alone = plan_finding(found).replace("\N{NO-BREAK SPACE}", " ")
     assert finding.startswith(f"{alone} {said}".strip())
     assert bool(said) is (finding != alone)
-    assert finding in text_of(write_plan_page(found, {}, tmp_path / "page.html", ways=ways).read_text())
     unused = replace(found, once_s=9.0)
     assert plan_finding(unused, ways) == plan_finding(unused), "nobody is told of less than what is not used"
 
@@ -433,23 +301,9 @@ def test_memory_of_slots_is_that_of_the_layers_that_have_them(slots):
         assert "slots of a rank" not in " ".join(tile.name for tile in plan_tiles(found, cluster))
 
 
-def test_without_sequences_homes_alone_are_set_beside_the_plan():
-    ways = ways_of(static=2.0, homes=1.5, plan=1.0)
-    assert [row.cells[0] for row in ways_table(ways).rows] == ["as it is", "homes moved", "the plan"]
-    assert "1.026 with homes moved (2.43" in ways_finding(ways)
-    assert ways_finding(ways).endswith("Sequences are not known, so that none is packed by routes.")
-
-
 SHOWN = {
     size: [(1.23e9, "1.23 GB"), (4.56e7, "45.6 MB"), (789, "789 B"), (0, "0 B"), (2e12, "2 TB")],
-    duration: [
-        (3.21, "3.21 s"),
-        (0.0456, "45.6 ms"),
-        (7.89e-5, "78.9 us"),
-        (1.0, "1 s"),
-        (0.001, "1 ms"),
-        (1e-8, "10 ns"),
-    ],
+    duration: [(3.21, "3.21 s"), (0.0456, "45.6 ms"), (7.89e-5, "78.9 us"), (0.001, "1 ms"), (1e-8, "10 ns")],
     step_time: [(0.00123, "1.23 ms"), (5.678, "5.68 s"), (14.0, "14.0 s"), (1234.5, "1,234 s")],
     over_mean: [(1.0, "1.000"), (1.02004, "1.020"), (12.34, "12.3")],
 }
@@ -459,17 +313,3 @@ SHOWN = {
 def test_numbers_have_the_digits_and_units_that_suit_them(shown):
     for value, text in SHOWN[shown]:
         assert shown(value).replace("\N{NO-BREAK SPACE}", " ") == text
-    assert [time_unit(most)[0] for most in (3.0, 0.002, 2e-9, 0.0)] == ["s", "ms", "ns", "us"]
-
-
-def test_no_label_of_a_colour_bar_runs_into_that_of_one():
-    assert ticks_above_one(3.2)[0] == pytest.approx(1.8), "matplotlib's first, 1.2, is too near"
-    for most in (1.05, 2.0, 9.0):
-        assert ticks_above_one(most), most
-        assert all(0.15 < (tick - 1) / (most - 1) <= 1 for tick in ticks_above_one(most)), most
-
-
-def test_one_micro_step_has_one_tick():
-    ticks = integer_ticks(8).tick_values(-0.5, 0.5)
-    assert [tick for tick in ticks if -0.5 < tick < 0.5] == [0]
-    assert len(integer_ticks(8).tick_values(0, 100)) > 4

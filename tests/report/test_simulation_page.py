@@ -5,123 +5,58 @@ from dataclasses import replace
 
 import pytest
 
-from benchmarks.balancers import OTHER_BALANCERS
-from foreroute.costs.presets import hardware_preset
 from foreroute.plan.capabilities import SEVERAL_NODES
 from foreroute.report.simulation import (
     HEADINGS,
-    by_part,
-    by_phase,
     executed,
-    fit_summary,
     simulation_finding,
     simulation_table,
     simulation_tiles,
     write_simulation_page,
 )
-from foreroute.simulate import SimulatedMethod, SimulationRecord, parse_config
+from foreroute.simulate import simulate
 from foreroute.simulate.engine import PARTS
-from foreroute.simulate.fit import FitRecord
-from foreroute.simulate.methods import METHODS, PRESETS
-from foreroute.simulate.records import PhaseSeconds, compared
+from foreroute.simulate.records import compared
 from tests.report.pages import plots_of, rows_of, text_of
-from tests.tiers import grid
+from tests.simulate.simulate_cases import small_config
 
-TRAINING = {
-    "static": 17.72,
-    "eplb_previous": 15.6,
-    "eplb_step": 15.1,
-    "eplb_micro_step": 13.18,
-    "laer": 13.9,
-    "llep": 14.9,
-    "ours": 13.21,
-    "ours_exact": 13.15,
-    "ours_rehomed": 13.2,
-    "ours_traffic": 9.8,
-}
-"""Seconds of recompute and update."""
-LABELS = {name: method.label for name, method in (METHODS | OTHER_BALANCERS).items()}
-FORCED, BOUND = 13.1, 6.2
-
-
-def config(**tables):
-    values = {"cluster": {"gpus": 64, "expert_parallel": 16}, "workload": {"tokens_per_rank": 8192}}
-    return parse_config(values | tables, source="the test")
-
-
-def method(name):
-    """A fifth of recompute and update is recompute; parts are shares of these. Other balancers are not executed."""
-    training = TRAINING[name]
-    waits = 0.0 if name == "static" else 0.0123
-    shares = [0.35, 0.3, 0.28, 0.03, 0.0, 0.04, 0.0]
-    recompute, update = 0.2 * training, 0.8 * training
-    parts = [dict(zip(PARTS, [share * s for share in shares], strict=True)) for s in (recompute, update)]
-    parts[0]["waiting for the plan"] = waits
-    phases = PhaseSeconds(waits, 0.31 if name == "ours_rehomed" else 0.0, 0.0, recompute, update, 0.42, 0.011)
-    return SimulatedMethod(
-        name=name,
-        label=LABELS[name],
-        not_executed=() if name == "static" or name in PRESETS else ("plans of other balancers",),
-        phases=phases,
-        recompute_parts=parts[0],
-        update_parts=parts[1],
-        imbalance=2.09 if name == "static" else 1.02,
-        imbalance_99=2.5,
-        imbalance_worst=3.0,
-        cross_node_share=0.25,
-        home_moves=0,
-        share_of_forced_balance=FORCED / training,
-        share_of_bound=BOUND / training,
-        speedup_over_static=TRAINING["static"] / training,
-        groups_waiting=0.012,
-        planning_s=0.0 if name == "static" else 2.13,
-        fetches_per_cell=0.0 if name == "static" else 120.4 if name == "eplb_micro_step" else 3.1,
-        moved_bytes={"rows": {"node": 2.5e9, "cluster": 1.25e9}},
-        gpu_hours=sum(phases) * 64 / 3600,
-        gpu_hours_saved=(TRAINING["static"] + 0.431 - sum(phases)) * 64 / 3600,
-    )
-
-
-def record(names=tuple(TRAINING)):
-    return SimulationRecord(
-        facts={"cluster": "64 x h100, expert parallel 16", "model": "qwen3-30b-a3b: 48 routed layers"},
-        gpus=64,
-        expert_parallel=16,
-        groups=4,
-        groups_simulated=2,
-        tokens_per_rank=8190.25,
-        cells_per_group=1536,
-        forced_balance_s=FORCED,
-        bound_s=BOUND,
-        rollout_s=0.0,
-        methods=tuple(map(method, names)),
-    )
-
-
+CONFIG = small_config(gpus=8, groups=2, methods=["eplb_step", "ours", "ours_rehomed"], planning_s=0.25)
 SHOWN = {
-    "Executed": lambda m: "no" if m.not_executed else "yes",
-    "Recompute and update, modelled": lambda m: m.training_s,
-    "Speedup over static": lambda m: m.speedup_over_static,
-    "Share of forced balance": lambda m: 100 * m.share_of_forced_balance,
-    "Share of the bound": lambda m: 100 * m.share_of_bound,
-    "Slowest rank over mean": lambda m: m.imbalance,
-    "Wait for the plan": lambda m: 1e3 * m.phases.planning,
-    "Home moves": lambda m: 1e3 * m.phases.home_moves,
-    "Exposed transfers": lambda m: 100 * m.exposed_share,
-    "Groups wait": lambda m: 100 * m.groups_waiting,
-    "Experts fetched per cell": lambda m: m.fetches_per_cell,
-    "Planning time": lambda m: m.planning_s,
-    "GPU-hours saved": lambda m: 100 * m.gpu_hours_saved / record()["static"].gpu_hours,
+    "Executed": lambda m, _: "no" if m.not_executed else "yes",
+    "Recompute and update, modelled": lambda m, _: 1e3 * m.training_s,
+    "Speedup over static": lambda m, static: static.training_s / m.training_s,
+    "Share of forced balance": lambda m, _: 100 * m.share_of_forced_balance,
+    "Share of the bound": lambda m, _: 100 * m.share_of_bound,
+    "Slowest rank over mean": lambda m, _: m.imbalance,
+    "Wait for the plan": lambda m, _: 1e3 * m.phases.planning,
+    "Home moves": lambda m, _: 1e6 * m.phases.home_moves,
+    "Exposed transfers": lambda m, _: 100 * m.exposed_share,
+    "Groups wait": lambda m, _: 100 * m.groups_waiting,
+    "Experts fetched per cell": lambda m, _: m.fetches_per_cell,
+    "Planning time": lambda m, _: 1e3 * m.planning_s,
+    "GPU-hours saved": lambda m, static: 100 * (static.gpu_hours - m.gpu_hours) / static.gpu_hours,
 }
-
-
-def page(folder, found=None, **parts):
-    return write_simulation_page(found or record(), config(), folder / "page.html", **parts).read_text()
 
 
 @pytest.fixture(scope="module")
-def full(tmp_path_factory):
-    return page(tmp_path_factory.mktemp("page"))
+def found():
+    return simulate(CONFIG)
+
+
+@pytest.fixture(scope="module")
+def full(found, tmp_path_factory):
+    return write_simulation_page(found, CONFIG, tmp_path_factory.mktemp("page") / "page.html").read_text()
+
+
+def part_of(found, *names, **seconds):
+    """Some methods of a record alone, in these seconds of recompute and update, and none of planning."""
+    methods = []
+    for name in names:
+        parts = [dict.fromkeys(PARTS, 0.0) | {"experts": share * seconds.get(name, 1.0)} for share in (0.2, 0.8)]
+        phases = found[name].phases._replace(planning=0.0, home_moves=0.0)
+        phases = phases._replace(recompute=parts[0]["experts"], update=parts[1]["experts"])
+        methods.append(replace(found[name], phases=phases, recompute_parts=parts[0], update_parts=parts[1]))
+    return replace(found, methods=tuple(methods), forced_balance_s=1.5)
 
 
 def cells_of(html, label):
@@ -138,135 +73,68 @@ def rounds_to(text, value):
     return abs(float(text) - value) <= 0.501 * 10**-decimals
 
 
-def test_numbers_of_the_table_are_those_of_the_records(full):
-    for method in record().methods:
+def test_numbers_of_the_table_are_those_of_the_records(found, full):
+    for method in found.methods:
         cells = cells_of(full, method.label)
-        known = {name: of(method) for name, of in SHOWN.items()}
+        known = {name: of(method, found["static"]) for name, of in SHOWN.items()}
         if method.name == "static":
             del known["Wait for the plan"], known["Planning time"], known["GPU-hours saved"]
         if not method.phases.home_moves:
             del known["Home moves"]
         assert set(cells) == set(known)
         assert [name for name, text in cells.items() if not rounds_to(text, known[name])] == []
-        assert rounds_to(cells["Speedup over static"], 17.72 / TRAINING[method.name])
-    assert [row.strong for row in simulation_table(record()).rows].count(True) == 4
-    assert cells_of(full, "forced balance")["Share of forced balance"] == "100.0"
-    assert [cells_of(full, limit)["Executed"] for limit in ("forced balance", "lower bound")] == [
-        "no",
-        "no",
-    ]
-    assert cells_of(full, "lower bound")["Share of the bound"] == "100.0"
+    for limit, seconds in (("forced balance", found.forced_balance_s), ("lower bound", found.bound_s)):
+        cells = cells_of(full, limit)
+        assert cells["Executed"] == "no"
+        assert rounds_to(cells["Speedup over static"], found["static"].training_s / seconds)
 
 
-def test_tiles_and_sentences_are_on_the_page(full):
-    text, found = text_of(full), record()
-    hours, all_hours = ((17.72 - 13.21 - 0.0123) * 64 / 3600, found["static"].gpu_hours)
-    saved = f"{1000 * hours:.3g} of {1000 * all_hours:.3g} for whole steps without balancing, by foreroute"
-    assert f"GPU-hours saved in 1000 steps {saved}" in text
-    assert "cells of a group in a step 1,536 2 of 4 groups simulated" in text
-    assert simulation_finding(found) in text
-    assert executed(found) in text
-    assert [tile.name for tile in simulation_tiles(record(("static",)))] == [t.name for t in simulation_tiles(found)][
-        1:
-    ]
+def test_tiles_sentences_and_pictures_are_on_the_page(found, full):
+    text = text_of(full)
+    hours = found["static"].gpu_hours - found["ours"].gpu_hours
+    assert simulation_tiles(found)[0].value == f"{abs(1000 * hours):.3g}"
+    for said in (simulation_finding(found), executed(found), *(tile.value for tile in simulation_tiles(found))):
+        assert said.replace("\N{NO-BREAK SPACE}", " ") in text
+    step = plots_of(full)["The step by method"]
+    assert re.match(r"static [\d.]+ m?s, EPLB, this step \(not executed\) [\d.]+ m?s, foreroute ", step)
 
 
-def test_pictures_show_the_records(full):
-    seen = plots_of(full)
-    assert "static 18.2 s, EPLB, previous step (not executed) 16.0 s" in seen["The step by method"]
-    spent = seen["What recompute and update are spent on"]
-    assert spent.startswith("static 3.54 s, foreroute 2.65 s, foreroute, 8 slots against traffic 1.97 s, EPLB, per")
-    assert len(seen) == 2
-
-
-@pytest.mark.usefixtures("unpainted")
-@grid(
-    ("names", "shown", "finding"),
-    [
-        (("static",), [], "forced balance would make recompute and update 1.35 times as fast as static; no other"),
-        (("static", "llep", "laer"), ["laer"], "LAER-style (not executed) makes recompute and update 1.27 times"),
-        (("static", "ours_traffic"), ["ours_traffic"], "1.81 times as fast as static."),
-        (
-            ("static", "ours", "llep"),
-            ["ours", "llep"],
-            "1.34 times as fast as static and 1.13 times as fast as LLEP-style (not executed), the fastest other",
-        ),
-    ],
-    quick=2,
-)
-def test_some_methods_alone(tmp_path, names, shown, finding):
-    found = record(names)
-    assert [method.name for method in compared(found.methods)] == shown
-    text = text_of(page(tmp_path, found))
-    assert finding in text
-    assert ("fastest other" in text) is ("ours" in names)
-    assert simulation_table(found).column("Method")[:-2] == [method.label for method in found.methods]
+def test_some_methods_alone(found):
+    alone = part_of(found, "static", static=2.0)
+    assert "forced balance would make recompute and update 1.33 times as fast" in simulation_finding(alone)
+    others = part_of(found, "static", "eplb_step", static=2.0, eplb_step=1.6)
+    said = "EPLB, this step (not executed) makes recompute and update 1.25 times"
+    assert said in simulation_finding(others)
+    both = part_of(found, "static", "ours", "eplb_step", static=2.0, ours=1.25, eplb_step=1.6)
+    said = "1.60 times as fast as static and 1.28 times as fast as EPLB, this step (not executed), the fastest other"
+    assert said in simulation_finding(both)
+    assert [method.name for method in compared(both.methods)] == ["ours", "eplb_step"]
+    assert simulation_table(both).column("Method")[:-2] == [method.label for method in both.methods]
 
 
 @pytest.mark.usefixtures("unpainted")
-def test_a_scenario_that_no_executor_carries_out_is_marked_at_every_figure(tmp_path):
-    found = record(("static", "ours"))
-    missing = ("expert-parallel ranks on several nodes", "expert data parallelism")
-    assert executed(record(("static", "eplb_step"))) == (
-        "Executed in tests on CPU processes: static. Not executed: EPLB, this step would take plans of other "
-        "balancers. The two limits never are."
-    )
-    assert executed(found) == "Executed in tests on CPU processes: static; foreroute. The two limits never are."
-    found = replace(found, methods=tuple(replace(method, not_executed=missing) for method in found.methods))
-    assert executed(found) == (
-        f"Nothing of it has been executed as it is simulated: it takes {', '.join(missing)}. {SEVERAL_NODES}"
-    )
-    one_node = replace(found, methods=tuple(replace(method, not_executed=missing[1:]) for method in found.methods))
-    assert "several nodes" not in executed(one_node)
-    assert simulation_finding(found).startswith("By the cost model, and not executed, foreroute makes")
-    assert set(simulation_table(found).column("Executed")) == {"no"}
-    text = text_of(page(tmp_path, found))
+def test_a_scenario_that_no_executor_carries_out_is_marked_at_every_figure(found, tmp_path):
+    some, missing = part_of(found, "static", "ours"), ("expert-parallel ranks on several nodes",)
+    assert executed(some) == "Executed in tests on CPU processes: static; foreroute. The two limits never are."
+    some = replace(some, methods=tuple(replace(method, not_executed=missing) for method in some.methods))
+    assert executed(some).startswith("Nothing of it has been executed as it is simulated: it takes expert-parallel")
+    assert executed(some).endswith(SEVERAL_NODES)
+    assert simulation_finding(some).startswith("By the cost model, and not executed, foreroute makes")
+    assert set(simulation_table(some).column("Executed")) == {"no"}
+    text = text_of(write_simulation_page(some, CONFIG, tmp_path / "page.html").read_text())
     assert "All times are modelled, not executed" in text
-    plots = [by_phase(found), by_part(found)]
-    assert all(plot.caption.x_label.endswith("seconds, modelled, not executed") for plot in plots)
 
 
-def test_a_faster_plan_of_ours_stands_in_the_finding_and_no_other_does():
-    found = record(("static", "ours", "ours_traffic", "eplb_micro_step"))
-    assert "foreroute, 8 slots against traffic is 1." in simulation_finding(found)
-    slower = replace(found["ours"], name="ours_traffic", label="foreroute, 8 slots against traffic")
-    assert "against traffic" not in simulation_finding(
-        replace(found, methods=(found["static"], found["ours"], slower, found["eplb_micro_step"]))
+def test_a_step_that_takes_longer_is_no_gain_however_fast_its_training(found):
+    some = part_of(found, "static", "ours", static=2.0, ours=1.25)
+    assert simulation_finding(some).startswith("By the cost model, foreroute makes recompute and update 1.60 times")
+    late = replace(some["ours"], phases=some["ours"].phases._replace(planning=9.0))
+    some = replace(some, methods=(some["static"], late))
+    gain = f"{sum(some['static'].phases) / sum(late.phases):.2f}"
+    assert simulation_finding(some) == (
+        f"By the cost model, foreroute makes the whole step {gain} times as fast as static, with 9\N{NO-BREAK SPACE}s "
+        "more of planning; it makes recompute and update alone 1.60 times as fast as static."
     )
-
-
-def test_a_step_that_takes_longer_is_no_gain_however_fast_its_training():
-    found = record(("static", "ours"))
-    assert simulation_finding(found).startswith("By the cost model, foreroute makes recompute and update 1.34 times")
-    phases = found["ours"].phases._replace(planning=9.0)
-    hours = sum(phases) * 64 / 3600
-    late = replace(found["ours"], phases=phases, gpu_hours=hours, gpu_hours_saved=found["static"].gpu_hours - hours)
-    found = replace(found, methods=(found["static"], late))
-    assert simulation_finding(found) == (
-        "By the cost model, foreroute makes the whole step 0.80 times as fast as static, with 9\N{NO-BREAK SPACE}s "
-        "more of planning; it makes recompute and update alone 1.34 times as fast as static."
-    )
-    assert simulation_tiles(found)[0].name == "GPU-hours lost in 1000 steps"
-    assert simulation_tiles(found)[0].value == f"{1000 * (hours - found['static'].gpu_hours):.3g}"
-
-
-@pytest.mark.usefixtures("unpainted")
-def test_fitted_rates(tmp_path):
-    found = FitRecord(
-        hardware=hardware_preset("h100"),
-        parameters={"gemm_flops_per_s": 3.21e14, "host_bytes_per_s": 2.5e10, "layer_s": 9e-5},
-        names=("a.safetensors, update", "b.safetensors, recompute"),
-        measured_s=(1.5, 0.25),
-        predicted_s=(1.45, 0.26),
-        median_error=0.035,
-        worst_error=0.04,
-        rank_correlation=1.0,
-        before={"gemm_flops_per_s": 6e14, "host_bytes_per_s": 5e10, "layer_s": 4e-5},
-    )
-    text = text_of(page(tmp_path, record(("static",)), fit=found))
-    assert "gemm_flops_per_s 600 TFLOP/s 321 TFLOP/s" in text
-    assert "host_bytes_per_s 50 GB/s 25 GB/s" in text
-    assert "layer_s 40 us 90 us" in text
-    assert "2 measured passes are predicted with a median error of 3.50 % and a worst of 4.00 %" in text
-    assert "the rank correlation is 1.00." in text
-    assert "the rank correlation is not defined." in fit_summary(replace(found, rank_correlation=None))
+    lossy = replace(late, gpu_hours=1.0, gpu_hours_saved=-0.25)
+    lost = simulation_tiles(replace(some, methods=(some["static"], lossy)))[0]
+    assert (lost.name, lost.value) == ("GPU-hours lost in 1000 steps", "250")

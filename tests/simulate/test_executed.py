@@ -1,135 +1,21 @@
-"""What is called executed is executed: a test for every ability, and the rows of the simulator's table on processes."""
+"""What the simulator calls executed is what executors can do, and who executes more is warned."""
 
-import ast
 import warnings
 from dataclasses import replace
-from pathlib import Path
 
 import numpy as np
 import pytest
-import torch
 
-from foreroute.adapters import hf
-from foreroute.adapters.hf.spreading import spread
-from foreroute.costs.model import CostModel
-from foreroute.costs.presets import HARDWARE, MODELS
-from foreroute.ep.transfer.engine import TransferOptions
-from foreroute.plan import Links, PlanOptions, Topology
-from foreroute.plan.capabilities import EXECUTES, Ability, lacking, warn_of_lacks
+from foreroute.plan import Topology
+from foreroute.plan.capabilities import EXECUTES, Ability, warn_of_lacks
 from foreroute.planner import plan
-from foreroute.simulate import parse_config, simulate
-from foreroute.simulate.balancers import BalancerInput
-from foreroute.simulate.methods import METHODS, PRESETS, HomesAlone, Planner, serve
-from foreroute.trace import RoutingTrace
-from tests.adapters.hf.families import skip_where_nothing_is_spread
+from foreroute.simulate import simulate
+from foreroute.simulate.methods import METHODS, PRESETS
+from tests.plan.random_plans import LINKS
 from tests.simulate.simulate_cases import small_config
-from tests.train.small_runs import SIZES
 
-ROOT = Path(__file__).parents[2]
-MEGATRON = "tests/adapters/megatron/test_plan_execution.py::"
-STATIC = MEGATRON + "test_losses_gradients_weights_and_state_equal_those_of_the_static_run"
-FLEX = MEGATRON + "test_plans_are_executed_by_kernels_that_are_told_places"
-MOVED = "tests/adapters/megatron/test_home_placement.py::test_losses_weights_state_and_routes_are_equal_bit_for_bit"
-HOMES = "tests/ep/test_homes.py::test_what_moves_and_comes_back_has_its_bits_and_its_memory"
-GROUPS = "tests/ep/test_replicas.py::test_a_step_with_replicas_is_that_of_all_to_all"
-TESTS = {
-    "hf": {Ability.EXPERT_DATA_PARALLEL: GROUPS, Ability.REPLICAS: GROUPS, Ability.HOME_MOVES: HOMES},
-    "megatron": {Ability.EXPERT_DATA_PARALLEL: STATIC, Ability.REPLICAS: STATIC, Ability.HOME_MOVES: MOVED},
-    "megatron_flex": {Ability.EXPERT_DATA_PARALLEL: FLEX, Ability.REPLICAS: FLEX, Ability.HOME_MOVES: MOVED},
-    "hf_own": {},
-}
-"""The test that executes each ability."""
-RANKS, MICRO_STEPS = 4, 2
+RANKS = 4
 ROWS = ("static", *PRESETS)
-HOMES_ALONE = ("ours_homes", "ours_homes_previous")
-COSTS = CostModel(
-    # all but rows costs next to nothing, so that no transfer is left out, and plans of few tokens pay
-    model=replace(MODELS["qwen3-30b-a3b"], num_experts=16, top_k=2),
-    hardware=replace(
-        HARDWARE["h100"],
-        links=Links(1e15, 1e15, 1e15, 1e-9, 1e-9),
-        layer_s=1e-9,
-        tile_rows=1,
-        memory_bytes_per_s=1e20,
-    ),
-    paths="host",
-)
-
-
-def test_every_ability_of_the_table_has_a_test():
-    assert {executor: set(tests) for executor, tests in TESTS.items()} == EXECUTES
-    for place in {place for tests in TESTS.values() for place in tests.values()}:
-        path, name = place.split("::")
-        functions = [
-            node.name for node in ast.parse((ROOT / path).read_text()).body if isinstance(node, ast.FunctionDef)
-        ]
-        assert name in functions, place
-
-
-@pytest.fixture(scope="module")
-def executed(workers):
-    """Counts of a step, and of every row the plan, the loads and the loss that four processes found."""
-    skip_where_nothing_is_spread()
-    return workers(RANKS).run(execute)
-
-
-def planned(counts_MLGE, name, home_LE):
-    method = METHODS[name].method
-    is_plan = isinstance(method, Planner)
-    topology = Topology(RANKS, RANKS, (is_plan and method.redundant_slots) or 2, COSTS.hardware.links)
-    if isinstance(method, HomesAlone):
-        return method(method.prepared(problem_of(counts_MLGE, topology, home_LE)))[1]
-    options = method.options if is_plan else PlanOptions(replicas=False)
-    return plan(counts_MLGE, topology, options, home_LE=home_LE, costs=COSTS)
-
-
-def problem_of(counts_MLGE, topology, home_LE):
-    """Loads of the step before are those of its first micro-step."""
-    return BalancerInput(counts_MLGE, topology, home_LE, counts_MLGE[0].sum(axis=1, dtype=np.int64))
-
-
-def execute(rank):
-    """Every row under its plan: forward and backward on routes that favour some experts, others in every micro-step."""
-    routed = hf.attach(spread(hf.build_model("qwen3_moe", seed=0, **SIZES, vocab_size=64), torch.device("cpu")))
-    model, home_LE, rng = routed.model, routed.home_LE, np.random.default_rng(rank)
-    batches = [rng.integers(1, 64, (2, 40)) for _ in range(MICRO_STEPS)]
-    traces = []
-    for m, batch in enumerate(batches):
-        scores = rng.gumbel(size=(2, 40, 2, 16)) - 0.2 * ((np.arange(16) + 5 * m) % 16)
-        ids = np.argsort(-scores, axis=-1)[..., :2]
-        traces.append(RoutingTrace.from_sequences(routed.spec, list(batch), list(ids)))
-    counts_MLGE = routed.gather_counts(traces)
-    found = {}
-    for name in ROWS:
-        step_plan, loss = planned(counts_MLGE, name, home_LE), 0.0
-        routed.move_homes(step_plan.home_LE)
-        routed.use(TransferOptions(paths="host"))
-        with routed.execute(step_plan, counts_MLGE, traces) as execution:
-            for batch, trace in zip(batches, traces, strict=True):
-                with routed.replay(trace):
-                    logits = model(input_ids=torch.from_numpy(batch), use_cache=False).logits
-                    part = logits.double().log_softmax(-1)[..., 0].mean()
-                    part.backward()
-                loss += float(part.detach())
-        model.zero_grad(set_to_none=True)
-        routed.move_homes(home_LE)
-        found[name] = (step_plan, execution.executed_ML, loss)
-    routed.close()
-    return counts_MLGE, home_LE, found
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("name", ROWS)
-def test_rows_that_are_called_executed_are_executed_as_simulated(executed, name):
-    counts_MLGE, home_LE, found = executed[0]
-    step_plan, _, loss = found[name]
-    assert (len(step_plan.hosts.expert_R) > 0) == (name != "static" and name not in HOMES_ALONE)
-    assert (step_plan.home_LE != step_plan.previous_home_LE).any() == (name in ("ours_rehomed", "ours_homes"))
-    assert (step_plan.home_LE != home_LE).any() == (name == "ours_rehomed" or name in HOMES_ALONE)
-    simulated = serve(METHODS[name], problem_of(counts_MLGE, step_plan.topology, home_LE), COSTS)
-    simulated_MLG = simulated.loads(step_plan.topology).served_SMLG[1]
-    assert np.array_equal(np.stack([of_rank[name][1] for _, _, of_rank in executed], axis=-1), simulated_MLG)
-    assert loss == pytest.approx(found["static"][2], rel=1e-6)
 
 
 def test_static_and_plans_of_ours_are_what_executes_and_nothing_else_is():
@@ -139,43 +25,19 @@ def test_static_and_plans_of_ours_are_what_executes_and_nothing_else_is():
     assert found.as_dict()["methods"][0]["not_executed"] == ()
 
 
-@pytest.mark.parametrize(
-    ("change", "missing"),
-    [
-        ({"costs": {"dispatcher": "dedup"}}, {"deduplicated dispatch"}),
-        ({"execution": {"overlap": 0.5}}, {"all-to-alls hidden behind compute"}),
-        ({"cluster": {"gpus": 4, "expert_parallel": 4}, "hardware": {"preset": "h100", "ranks_per_node": 2}},
-         {"expert-parallel ranks on several nodes"}),
-    ],
-)  # fmt: skip
-def test_what_no_executor_does_is_marked(change, missing):
-    values = small_config().model_dump() | change
-    found = simulate(parse_config(values, source="the test"))
-    assert set(found["ours"].not_executed) == missing
-    assert set(found["static"].not_executed) == missing
-
-
-def test_one_executor_must_do_all(monkeypatch):
-    monkeypatch.setitem(EXECUTES, "hf", frozenset({Ability.NODES}))
-    assert lacking({Ability.NODES, Ability.EXPERT_DATA_PARALLEL}) == ("expert data parallelism",)
-    assert lacking({Ability.EXPERT_DATA_PARALLEL}) == ()
-    grouped = small_config(gpus=8, methods=["ours", "ours_traffic"], costs={"paths": "direct"})
-    assert simulate(grouped)["ours_traffic"].not_executed == ()
-
-
 def test_a_plan_for_what_the_executor_lacks_is_warned_of(monkeypatch):
     counts = np.ones((1, 1, RANKS, 16), np.int64)
-    across = plan(counts, Topology(RANKS, 2, 1, COSTS.hardware.links))
+    across = plan(counts, Topology(RANKS, 2, 1, LINKS))
     with pytest.warns(UserWarning, match=r"several.*machine"):
         warn_of_lacks(across, "hf", "direct")
     gains = {"recompute": 0.0, "update": 0.5}
-    uneven = plan(counts * np.arange(1, 17) ** 2, Topology(RANKS, RANKS, 1, COSTS.hardware.links))
+    uneven = plan(counts * np.arange(1, 17) ** 2, Topology(RANKS, RANKS, 1, LINKS))
     unpriced = replace(uneven, gains=gains, unpriced=("planning", "votes"))
     with pytest.warns(UserWarning, match="planning.*votes.*no price"):
-        warn_of_lacks(unpriced, "hf", COSTS.paths)
+        warn_of_lacks(unpriced, "hf", "host")
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        warn_of_lacks(planned(counts, "ours", None), "hf", COSTS.paths)
-        warn_of_lacks(replace(unpriced, gains=dict.fromkeys(gains, 0.0)), "hf", COSTS.paths)
+        warn_of_lacks(uneven, "hf", "host")
+        warn_of_lacks(replace(unpriced, gains=dict.fromkeys(gains, 0.0)), "hf", "host")
         monkeypatch.setitem(EXECUTES, "hf", EXECUTES["hf"] | {Ability.NODES})
         warn_of_lacks(across, "hf", "direct")

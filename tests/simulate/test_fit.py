@@ -10,7 +10,7 @@ from foreroute.errors import ConfigError, CountsError
 from foreroute.plan import PlanOptions, save_counts, save_plan
 from foreroute.planner import plan
 from foreroute.simulate import parse_config
-from foreroute.simulate.fit import Measurement, fit, fit_record, load_measurements, predict, rank_correlation
+from foreroute.simulate.fit import Measurement, fit, fit_record, load_measurements, predict
 from tests.simulate.simulate_cases import small_config, small_values
 
 RATES = {"gemm_flops_per_s": 3e14, "layer_s": 90e-6, "node_bytes_per_s": 1e11, "replica_s": 2e-4}
@@ -41,29 +41,6 @@ def test_rates_that_made_the_measurements_are_found():
     assert before.median_error > 0.1
 
 
-def test_the_rank_correlation_of_what_does_not_vary_is_not_defined():
-    given = np.array([1.0, 3.0, 2.0, 2.0])
-    assert rank_correlation(given, 10**given) == pytest.approx(1)
-    assert rank_correlation(given, -given) == pytest.approx(-1)
-    assert rank_correlation(given, np.ones(4)) is rank_correlation(given[:1], given[:1]) is None
-
-
-@pytest.mark.parametrize(
-    ("names", "message"),
-    [
-        (["speed"], "speed cannot be fitted; expected some of gemm_flops_per_s"),
-        (["replica_s"], "replica_s begins at 0, which no factor changes; configure a first value"),
-        (["cluster_bytes_per_s"], "no measurement depends on cluster_bytes_per_s"),
-        (["layer_s", "node_latency_s"], "cannot tell layer_s, node_latency_s apart"),
-        ([], "12 measurements cannot tell 0 parameters"),
-    ],
-)
-def test_what_cannot_be_fitted_is_refused(names, message):
-    config = small_config()
-    with pytest.raises(ConfigError, match=message):
-        fit(steps(config), config, names)
-
-
 @pytest.fixture
 def folder(tmp_path):
     """Counts, their plan, and the plan of other counts."""
@@ -91,18 +68,9 @@ def test_measurements_are_read_from_lines(folder):
 @pytest.mark.parametrize(
     ("text", "error", "message"),
     [
-        ("{", ConfigError, "line 1 is not JSON"),
         (line() + "\n{", ConfigError, "line 2 is not JSON"),
-        ("3", ConfigError, "line 1 is not a valid configuration"),
-        (line(counts="."), CountsError, "is a folder; expected a file"),
         ("x" * (1 << 21), ConfigError, "1048576 at most"),
-        (line(second=1), ConfigError, "second: unknown key; did you mean seconds"),
-        (
-            line(seconds=0),
-            ConfigError,
-            "line 1 is not a valid configuration:\n  seconds: Input should be greater than 0",
-        ),
-        (line(pass_name="rollout"), ConfigError, "line 1 is not a valid configuration:\n  pass_name"),
+        (line(seconds=0), ConfigError, "line 1 is not a valid configuration:\n  seconds"),
         (line() + "\n" + line(plan="other.safetensors"), CountsError, "line 2: "),
     ],
 )

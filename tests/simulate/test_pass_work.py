@@ -5,20 +5,24 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
+from benchmarks.harness.planner_oracles import CellHosts
 from foreroute.costs.model import CostModel
 from foreroute.costs.presets import HARDWARE, MODELS
 from foreroute.plan import Links, PlanOptions, Topology
 from foreroute.plan.hosts import CellPlan, Hosts
 from foreroute.plan.schedule import ExecutionSchedule
 from foreroute.planner import plan
+from foreroute.simulate import parse_config, simulate
 from foreroute.simulate.balancers import BalancerInput
-from foreroute.simulate.ep_group import pass_work
+from foreroute.simulate.ep_group import EPGroup, pass_work
+from foreroute.simulate.methods import METHODS, serve
+from foreroute.simulate.optimizer_step import reduction_bytes
+from foreroute.simulate.steps import group_steps
 
 TOPOLOGY = Topology(4, 2, 1, Links(340e9, 45e9, 50e9, 20e-6, 50e-6))
 COSTS = CostModel(model=MODELS["qwen3-30b-a3b"], hardware=HARDWARE["h100"])
 HOME_E = np.arange(4)
 LAYERS, COUNTS = np.arange(2), np.ones((3, 2, 4, 4), np.int32)
-BYTES = 3 * 2048 * 768
 # (expert, rank, fetched) of the replicas of both layers, micro-step by micro-step
 REPLICAS = [[(1, 0, True)], [(1, 0, False)], [(3, 0, True)]]
 
@@ -81,10 +85,73 @@ def test_replicas_take_the_paths_of_the_executors_schedule(paths):
     np.testing.assert_allclose(arriving.sum(axis=-1), served - executed, rtol=1e-9)
 
 
-def test_gradients_return_in_every_micro_step():
-    recompute, update = transfers(planned("layer"), LAYERS, COSTS)
-    near_s, far_s = 4 * BYTES / 340e9, 4 * BYTES / 45e9
-    found = update.gradient_MLG4[:, 0]
-    assert found[:, 0, 2] == pytest.approx([near_s, near_s, 0])
-    assert found[:, 0, 0] == pytest.approx([0, 0, far_s])
-    assert not recompute.gradient_MLG4.any()
+RANKS, NODE, STEP_LAYERS = 16, 8, 3
+
+
+def config_of(method, paths="host"):
+    return parse_config(
+        {
+            "cluster": {"gpus": 32, "expert_parallel": RANKS, "redundant_slots": 2},
+            "hardware": {"preset": "h100"},
+            "model": {"preset": "qwen3-30b-a3b"},
+            "costs": {"dispatcher": "copies", "paths": paths, "prefetch": 0},
+            "workload": {"tokens_per_rank": 1024, "micro_steps": 2, "layers": STEP_LAYERS},
+            "methods": ["static", method],
+        },
+        source="the test",
+    )
+
+
+@pytest.mark.parametrize(("paths", "slots"), [("host", "shared"), ("direct", "layer")])
+def test_rows_and_replicas_are_those_that_counting_finds(paths, slots, monkeypatch):
+    preset = METHODS["ours_traffic"]
+    options = replace(preset.method.options, slots=slots, pay_off=False)  # so that both passes run by the plan
+    monkeypatch.setitem(METHODS, "ours_traffic", replace(preset, method=replace(preset.method, options=options)))
+    config = config_of("ours_traffic", paths)
+    cluster = config.described()
+    record = simulate(config)
+    totals = []
+    for step in group_steps(config, cluster.topology, cluster.costs):
+        planned = serve(METHODS["ours_traffic"], step, cluster.costs)
+        assert planned.slots == slots
+        rows, weights, gradients = np.zeros(2), np.zeros(3), np.zeros(2)
+        for m, layer in np.ndindex(step.counts_MLGE.shape[:2]):
+            one = CellHosts.of(planned.passes[1].cell(m, layer), step.counts_MLGE[m, layer])
+            times = sum(model_layer % STEP_LAYERS == layer for model_layer in range(48))
+            hosts = zip(one.expert_H, one.rank_H, one.tokens_HG, one.fetched_H, strict=True)
+            for expert, host, tokens_G, fetched in hosts:
+                for source, tokens in enumerate(tokens_G):
+                    if source != host:
+                        rows[int(source // NODE != host // NODE)] += times * tokens
+                home = planned.home_LE[layer, expert]
+                if host == home:
+                    continue
+                far = int(host // NODE != home // NODE)
+                # recompute, forward, and backward, which finds replicas in slots of their own or of the last layer
+                fetches = 2 * times * fetched if slots == "layer" else 3 * times - (layer == 47 % STEP_LAYERS)
+                weights[0 if paths == "host" and not far else 1 + far] += fetches
+                gradients[far] += times
+        found = EPGroup.of(planned, step, cluster.costs, overlap=0.0).moved_bytes()
+        assert weights.any()
+        assert gradients.any()
+        expected = {
+            "rows": dict(zip(("node", "cluster"), rows * 8 * 2048 * 2 / RANKS, strict=True)),
+            "weights of replicas": dict(
+                zip(("host", "node", "cluster"), weights * 3 * 2048 * 768 * 2 / RANKS, strict=True)
+            ),
+            "gradients of replicas": dict(
+                zip(("node", "cluster"), gradients * 3 * 2048 * 768 * 4 / RANKS, strict=True)
+            ),
+        }
+        for what, by_link in expected.items():
+            assert found[what] == pytest.approx(by_link), what
+        totals.append(expected)
+    for what, by_link in totals[0].items():
+        for link in by_link:
+            mean = np.mean([each[what][link] for each in totals])
+            assert record["ours_traffic"].moved_bytes[what][link] == pytest.approx(mean)
+    static = record["static"].moved_bytes
+    assert not any(static["weights of replicas"].values())
+    assert not any(static["gradients of replicas"].values())
+    reduced = reduction_bytes(config.cluster, cluster.topology, cluster.costs)
+    assert static["gradients and weights of data parallelism"] == reduced

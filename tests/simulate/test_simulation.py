@@ -8,12 +8,11 @@ import pytest
 from benchmarks.balancers import OTHER_BALANCERS
 from foreroute.costs.model import BACKWARD, FORWARD
 from foreroute.costs.pricing import least_seconds, step_parts
-from foreroute.errors import ConfigError
-from foreroute.plan import save_counts
 from foreroute.simulate import parse_config, simulate
 from foreroute.simulate.engine import PARTS
 from foreroute.simulate.ep_group import EPGroup
-from foreroute.simulate.methods import DEFAULT_METHODS, METHODS, all_at_home, forced_balance, serve
+from foreroute.simulate.methods import METHODS, all_at_home, forced_balance, serve
+from foreroute.simulate.optimizer_step import move_seconds, optimizer_seconds, reduction_seconds
 from foreroute.simulate.steps import group_steps
 from tests.simulate.simulate_cases import small_config
 
@@ -99,12 +98,6 @@ def everything():
     return config, simulate(config, balancers={"llep": OTHER_BALANCERS["llep"]})
 
 
-@pytest.mark.parametrize("name", ["bound", "forced_balance", "static"])
-def test_a_balancer_cannot_take_a_name_of_ours(name):
-    with pytest.raises(ConfigError, match=f"balancers are called {name}"):
-        simulate(small_config(), balancers={name: OTHER_BALANCERS["llep"]})
-
-
 def test_no_method_beats_the_bound_and_parts_add_up(everything):
     _, found = everything
     assert len(found.methods) == 11
@@ -146,16 +139,47 @@ def test_the_recompute_waits_for_what_of_planning_does_not_come_before_it():
         assert waited.training_s == pytest.approx(hidden.training_s)
 
 
-def test_methods_that_plan_from_an_unknown_step_before_are_left_out_or_refused(tmp_path):
-    save_counts(UNIFORM, tmp_path / "counts.safetensors")
-    values = small_config().model_dump()
-    values["workload"] = {"counts": str(tmp_path / "counts.safetensors")}
-    everything = parse_config(values | {"methods": list(DEFAULT_METHODS)}, source="here")
-    expected = [m for m in DEFAULT_METHODS if "previous" not in m]
-    assert [record.name for record in simulate(everything).methods] == expected
-    values["methods"] = ["eplb_previous", "ours"]
-    with pytest.raises(ConfigError, match=r"eplb_previous.*workload.previous_counts"):
-        simulate(parse_config(values, source="here"))
-    values["workload"]["previous_counts"] = values["workload"]["counts"]
-    config = parse_config(values, source="here")
-    assert [record.name for record in simulate(config).methods] == ["static", "eplb_previous", "ours"]
+EXPERT = 3 * 2048 * 768
+DENSE = 48 * 2 * 2048 * 128 * 36 + 151_936 * 2048
+DENSE_S = DENSE * (4 + 2) * (7 / 8 / 340e9 + 7 / 8 / 8 / 45e9)
+
+
+def described(ranks, gpus=64):
+    config = parse_config({"cluster": {"gpus": gpus, "expert_parallel": ranks}}, source="the test")
+    cluster = config.described()
+    return config.cluster, cluster.topology, cluster.costs
+
+
+def test_gradients_are_reduced_in_the_node_first():
+    found = reduction_seconds(*described(16))
+    # four ranks on as many nodes have the same 8 experts of a layer
+    experts_s = 48 * 8 * EXPERT * (4 + 2) * 3 / 4 / 45e9
+    assert found == pytest.approx(DENSE_S + experts_s)
+
+
+def test_one_group_reduces_no_experts_and_one_gpu_nothing():
+    assert reduction_seconds(*described(64)) == pytest.approx(DENSE_S)
+    assert reduction_seconds(*described(1, gpus=1)) == 0
+
+
+def test_groups_smaller_than_a_node_reduce_experts_inside_it():
+    """EP 4: two of the 16 replicas in each node."""
+    experts = 48 * 32 * EXPERT * (4 + 2)
+    experts_s = experts * (1 / 2 / 340e9 + 7 / 8 / 2 / 45e9)
+    assert reduction_seconds(*described(4)) == pytest.approx(DENSE_S + experts_s)
+
+
+def test_the_optimizer_reads_and_writes_its_share():
+    parameters = DENSE / 64 + 48 * 8 * EXPERT / 4
+    assert optimizer_seconds(*described(16)) == pytest.approx(parameters * 30 / 2.7e12)
+
+
+def test_homes_move_with_their_state_over_the_busiest_link():
+    _, topology, costs = described(16)
+    before_LE = np.array([[0, 0, 5], [2, 2, 2]])
+    home_LE = np.array([[0, 3, 3], [2, 2, 8]])  # two into rank 3 of the node, one to the other node
+    size = EXPERT * 14
+    near_s, far_s = 2 * size / 340e9, size / 45e9
+    assert move_seconds(before_LE, home_LE, 12.0, topology, costs) == pytest.approx(12 * max(near_s, far_s))
+    assert move_seconds(before_LE[:1], home_LE[:1], 1.0, topology, costs) == pytest.approx(near_s)
+    assert move_seconds(home_LE, home_LE, 1.0, topology, costs) == 0

@@ -74,7 +74,6 @@ class GroupRun(NamedTuple):
 
     parts_X: Floats  # [`PARTS`], seconds; they add up to `end_s`
     end_s: float  # seconds from the start to the last event, gradients included
-    fetched_NG2: Floats  # [places, G, 2], begin and end of each rank's copies from the host
 
 
 def run(work: PassWork, model: ExecutionModel, *, pass_index: int, ready_s: float = 0.0) -> GroupRun:
@@ -82,12 +81,13 @@ def run(work: PassWork, model: ExecutionModel, *, pass_index: int, ready_s: floa
     passes_KF = np.array(PASSES[pass_index], np.int64)
     num_micro_steps, layers = work.all_to_all_ML.shape
     parts_X = np.zeros(len(PARTS))
+    # of each place, begin and end of each rank's copies from the host
     fetched_NG2 = np.zeros((num_micro_steps * len(passes_KF) * layers, work.head_MG.shape[1], 2))
     # arrays may be parts of others
     whole = PassWork._make(
         np.ascontiguousarray(one, np.float64) if isinstance(one, np.ndarray) else one for one in work
     )
-    return GroupRun(parts_X, _run_group(passes_KF, ready_s, whole, model, parts_X, fetched_NG2), fetched_NG2)
+    return GroupRun(parts_X, _run_group(passes_KF, ready_s, whole, model, parts_X, fetched_NG2))
 
 
 _run_group = compiled(
