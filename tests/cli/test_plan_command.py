@@ -29,8 +29,12 @@ def plan(words, folder, columns=80):
 
 
 def counts(seed=0):
+    """Every layer routes the same tokens of a rank, to two experts each."""
     rng = np.random.default_rng(seed)
-    return rng.poisson(rng.pareto(2.0, (3, 2, 1, 8)) * 40, (3, 2, 4, 8))
+    drawn = rng.poisson(rng.pareto(2.0, (3, 2, 1, 8)) * 40, (3, 2, 4, 8))
+    routed = drawn.sum(axis=3)
+    drawn[..., 0] += (2 * -(-routed.max(axis=1, keepdims=True) // 2)) - routed
+    return drawn
 
 
 @pytest.fixture(scope="module")

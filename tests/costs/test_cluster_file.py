@@ -49,6 +49,8 @@ def test_a_link_of_a_preset_does_not_outrun_that_of_a_file_in_silence(links, lef
         ({"preset": "h100", "memory_bytes_per_s": 3e15}, {}, "memory_bytes_per_s"),
         ({"preset": "h100", "gemm_flops_per_s": 6e9, "memory_bytes_per_s": 3e9, "tile_rows": 1}, {}, None),
         ({"preset": "h100"}, {"node_bytes_per_s": 45e9, "cluster_bytes_per_s": 340e9}, "nearer than ranks of the same"),
+        ({"preset": "h100"}, {"cluster_bytes_per_s": 5e7}, "cluster_bytes_per_s is 5e.07, and GPUs reach 1e.08"),
+        ({"preset": "h100"}, {"node_latency_s": 0.005}, "node_latency_s is 0.005, and GPUs reach 0 to 0.001 seconds"),
     ],
 )
 def test_rates_that_no_gpu_reaches_are_told_once(hardware, links, told):
@@ -59,6 +61,31 @@ def test_rates_that_no_gpu_reaches_are_told_once(hardware, links, told):
         for _ in range(2):
             parse_cluster({**USUAL, "topology": topology, "hardware": hardware, "links": links}, source="x")
     assert [bool(re.search(told or "", str(each.message))) for each in found] == [True] * bool(told)
+
+
+@pytest.mark.parametrize(
+    ("table", "key", "value", "told"),
+    [
+        ("topology", "redundant_slots", 126, ""),
+        ("topology", "redundant_slots", 127, "redundant_slots is 127; a rank has a use for 126 at most"),
+        ("model", "dense_parameters", 50 * 2048**2, ""),
+        ("model", "dense_parameters", 1_500_000_000, "1,500,000,000, 358 times the square of hidden"),
+    ],
+)
+def test_slots_of_no_use_and_a_whole_model_for_a_layer_are_told(table, key, value, told):
+    with warnings.catch_warnings(record=True) as found:
+        warnings.simplefilter("always")
+        parse_cluster({**USUAL, table: USUAL[table] | {key: value}}, source="x")
+    assert [told in str(each.message) for each in found] == [True] * bool(told)
+
+
+def test_one_node_needs_no_link_to_others():
+    links = {"node_bytes_per_s": 2e10, "host_bytes_per_s": 2e10, "node_latency_s": 2e-5}
+    hardware = dict.fromkeys(("gemm_flops_per_s", "attention_flops_per_s"), 2e14) | {"memory_bytes_per_s": 2e12}
+    given = {**USUAL, "hardware": hardware, "links": links, "topology": {"num_ranks": 8, "redundant_slots": 2}}
+    assert parse_cluster(given, source="x").topology.num_nodes == 1
+    with pytest.raises(ConfigError, match="cluster_bytes_per_s, cluster_latency_s"):
+        parse_cluster({**given, "topology": {"num_ranks": 16, "redundant_slots": 2}}, source="x")
 
 
 RATES = {

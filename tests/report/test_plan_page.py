@@ -59,7 +59,7 @@ def test_everything_is_on_the_page(tmp_path):
     facts = {"step": "3 micro-steps"}
     html = write_plan_page(found, facts, tmp_path / "page.html", cluster=cluster, ways=ways).read_text()
     text, table = text_of(html), plan_table(found)
-    assert ways_finding(ways).replace("\N{NO-BREAK SPACE}", " ") in text
+    assert ways_finding(ways, found).replace("\N{NO-BREAK SPACE}", " ") in text
     assert html.count("data:image/svg+xml;base64,") == 3
     assert "is not shown" not in html
     assert plan_finding(found, ways).replace("\N{NO-BREAK SPACE}", " ") in text
@@ -168,23 +168,21 @@ BOTH = ("planning", "votes")
 
 
 @pytest.mark.parametrize(
-    ("unpriced", "elapsed_s", "once_s", "said"),
+    ("unpriced", "clock_s", "processors_s", "once_s", "said"),
     [
-        ((), 9.0, 0.0, "Use the plan:"),
-        (BOTH, 0.25, 0.0, "Use the plan:.*Planning took 250 ms here .measured., and the plan saves 1 s"),
-        (BOTH, 1.5, 0.0, "Do not use the plan .* which took 1.5 s here .measured.: the plan saves 1 s"),
-        ((), 0.1, 1.2, "Do not use the plan: once a step it takes 1.2 s .* and it saves 1 s"),
-        (
-            BOTH[:1],
-            0.1,
-            1.2,
-            "Do not use the plan .*took 100 ms here .measured., beside 1.2 s for",
-        ),
+        ((), 9.0, 9.0, 0.0, "Use the plan:"),
+        (BOTH, 0.25, 1.5, 0.0, "Use the plan:.*Planning took 250 ms here .measured., and the plan saves 1 s"),
+        (BOTH, 1.5, 0.25, 0.0, "Use the plan:.*Planning took 250 ms here"),
+        (BOTH, 1.5, 1.5, 0.0, "Do not use the plan .* which took 1.5 s here .measured.: the plan saves 1 s"),
+        ((), 0.1, 0.1, 1.2, "Do not use the plan: once a step it takes 1.2 s .* and it saves 1 s"),
+        (BOTH[:1], 0.1, 0.1, 1.2, "Do not use the plan .*took 100 ms here .measured., beside 1.2 s for"),
     ],
 )
-def test_what_a_plan_takes_once_a_step_is_set_beside_what_it_saves(unpriced, elapsed_s, once_s, said):
-    found = replace(paying(case()), elapsed_s=elapsed_s, unpriced=unpriced, once_s=once_s)
-    finding = plan_finding(found).replace("\N{NO-BREAK SPACE}", " ")
+def test_what_a_plan_takes_once_a_step_is_set_beside_what_it_saves(unpriced, clock_s, processors_s, once_s, said):
+    """Planning by the clock, or of the processors where others used them too."""
+    found = replace(paying(case()), elapsed_s=clock_s, unpriced=unpriced, once_s=once_s)
+    methods = (*found.methods[:-1], replace(found.methods[-1], planning_s=processors_s))
+    finding = plan_finding(replace(found, methods=methods)).replace("\N{NO-BREAK SPACE}", " ")
     assert re.match(said, finding)
     assert ("foreroute measure" in finding) is bool(unpriced)
 
@@ -243,8 +241,11 @@ def ways_of(**step_s):
 )
 def test_what_is_enough_comes_before_what_each_way_reaches(seconds, verdict):
     ways = ways_of(**seconds)
-    finding, table = ways_finding(ways), ways_table(ways)
+    finding, table = ways_finding(ways, paying(case())), ways_table(ways)
     assert finding.startswith(f"{verdict}")
+    unused = ways_finding(ways, replace(paying(case()), once_s=9.0))
+    assert unused == finding or unused.startswith("Replicas would pay here if the plan itself took no time, by the cost")
+    assert (unused != finding) is verdict.startswith("Replicas pay")
     assert (
         "1.550 times the mean as it is, 1.490 packed by routes, 1.026 with homes moved too (2.43 GB a rank, once), "
         "and 1.000 under the plan (1.1 GB a rank in a pass)."
