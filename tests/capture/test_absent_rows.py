@@ -23,22 +23,6 @@ def test_rows_of_zeros_before_a_routed_row_are_refused(absent):
         decode(batch, model=R.spec)
 
 
-def test_a_sequence_that_fills_a_verl_batch_up_is_absent_as_a_whole():
-    batch = wires.verl([R, R])
-    batch["routed_experts"][1] = 0
-    trace = decode(batch, model=R.spec)
-    assert trace.select([0]).valid_N.sum() == 11
-    assert not trace.select([1]).valid_N.any()
-
-
-def test_valid_is_an_array_or_a_list_for_one_sequence_or_several():
-    """Which rows it leaves out: test_rows_of_any_layout.py."""
-    valid = np.arange(11) != 4
-    for given in (valid, [valid], valid[None], valid.tolist()):
-        trace = decode(R.routes_RLK, model=R.spec, token_ids=R.tokens, valid=given)
-        assert np.flatnonzero(~trace.valid_N).tolist() == [4, 11]
-
-
 @pytest.mark.parametrize("absent", [[0], [4, 5], list(range(10))])
 def test_a_row_of_minus_one_is_absent_whatever_the_form(absent):
     rows, batch = R.routes_RLK.astype(np.int64), wires.verl([R])
@@ -49,23 +33,12 @@ def test_a_row_of_minus_one_is_absent_whatever_the_form(absent):
         assert np.array_equal(trace.expert_ids_NLK[trace.valid_N], np.delete(R.routes_RLK, absent, axis=0))
 
 
-@pytest.mark.parametrize("dense", [0, -1])
-def test_dense_layers_hold_anything_in_a_row_that_was_not_recorded(dense):
-    rows = R.all_layers().astype(np.int64)
-    rows[3], rows[3, 0] = -1, dense
-    assert np.flatnonzero(~decode(rows, model=R.spec, token_ids=R.tokens).valid_N).tolist() == [3, 11]
-
-
 def test_a_batch_may_have_minus_one_for_the_last_token_and_over_padding():
     batch, zeros = wires.verl([R, R]), wires.verl([R, R])
     routes = batch["routed_experts"].astype(np.int64)
     routes[(routes == 0).all(axis=(2, 3))] = -1
     batch["routed_experts"] = routes
     assert decode(batch, model=R.spec).equals(decode(zeros, model=R.spec))
-
-
-def test_one_token_needs_no_row():
-    assert decode(np.zeros((0, 4, 3), int), model=R.spec, token_ids=[[1]]).num_rows == 1
 
 
 MADE_UP = {

@@ -46,14 +46,6 @@ def test_routes_of_prompt_and_output_in_two_fields_are_joined(write):
     assert decode(moved, model=R.spec).equals(KNOWN), "a proxy may put it into the choice, where vLLM does not"
 
 
-def test_one_sampled_token_or_none_has_the_rows_of_the_prompt_alone():
-    for rows in (None, []):
-        one = decode(split(R, np.ndarray.tolist, token_ids=R.response[:1], routed_experts=rows), model=R.spec)
-        assert one.equals(KNOWN.truncated([4]).continued_by(fr.RoutingTrace.unrouted(R.spec, [R.response[:1]])))
-        none = decode(split(R, np.ndarray.tolist, token_ids=[], routed_experts=rows), model=R.spec)
-        assert none.valid_N.tolist() == [True] * 3 + [False]
-
-
 def test_fields_that_do_not_join_are_refused():
     for change, match in (
         ({"prompt_routed_experts": R.routes_RLK[:3]}, r"\(3, 4, 3\) for a prompt of 4 tokens"),
@@ -68,13 +60,6 @@ def test_fields_that_do_not_join_are_refused():
         decode(alone, model=R.spec)
     with pytest.raises(CaptureError, match=r"5 rows for 7.*: pass start="):
         decode(split(R, np.ndarray.tolist, routed_experts=R.routes_RLK[4:5]), model=R.spec)
-
-
-@pytest.mark.parametrize("start", [2, np.int64(2), np.array(2)])
-def test_one_start_may_be_any_whole_number(start):
-    trace = decode([R.routes_RLK[2:]], model=R.spec, token_ids=[R.tokens], start=start, weight_version=np.uint8(7))
-    assert trace.versions == (7,)
-    assert trace.valid_N.tolist() == [False] * 2 + [True] * (len(R.routes_RLK) - 2) + [False]
 
 
 @pytest.mark.parametrize("kind", [list, tuple, np.array])

@@ -96,13 +96,6 @@ def test_how_many_different_tokens_it_takes(experts, top_k, layers, enough):
             read(spec, rows, tokens=[ids])
 
 
-def test_a_loop_of_seven_tokens_may_stay_and_one_of_eight_may_not():
-    rows = freeze(healthy(WIDE, 99), 0, 99, [1])
-    read(WIDE, rows, tokens=[np.arange(100) % 7])
-    with pytest.raises(CaptureError, match=r"99 rows.* 8 different tokens"):
-        read(WIDE, rows, tokens=[np.arange(100) % 8])
-
-
 @pytest.mark.parametrize(("experts", "top_k"), [(8, 2), (8, 7), (16, 1), (16, 3)])
 def test_one_layer_of_few_picks_may_stay_over_a_text(experts, top_k):
     """As in models of random weights; all layers may not, nor one over the whole trace."""
@@ -122,21 +115,6 @@ def test_healthy_routers_of_few_experts_pass(experts, top_k, hot):
     spec = spec_of(experts, top_k)
     for _ in range(3):
         read(spec, healthy(spec, 3000, hot=hot), healthy(spec, 50, hot=hot))
-
-
-def test_one_buffer_that_stands_in_all_requests_is_no_collapsed_router():
-    """Each request has rows of its own before it freezes; of a collapsed router they go to the same set too."""
-    spec, stale = spec_of(8, 2), healthy(spec_of(8, 2), 1)
-    sequences = [np.concatenate([healthy(spec, 9), np.repeat(stale, count, axis=0)]) for count in (20, 25, 60, 90, 90)]
-    with pytest.raises(CaptureError, match=r"sequence 2, position 9.*0.*60"):
-        read(spec, *sequences)
-
-
-def test_a_router_without_a_choice_passes():
-    spec = spec_of(4, 4)
-    rows = np.tile(np.arange(4), (200, 6, 1))
-    read(spec, rows)
-    read(spec_of(1, 1), np.zeros((200, 6, 1), int))
 
 
 @pytest.mark.parametrize("at", [1, 17, 50, 98])

@@ -5,15 +5,12 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-from foreroute.capture import Sampling, decode
-from foreroute.capture.checks import refuse_frozen_rows
-from foreroute.errors import CaptureError, ConfigError, InputError
-from foreroute.trace import RoutingTrace
+from foreroute.capture import decode
+from foreroute.errors import CaptureError
 from tests import wires
 
 R = wires.rollout(np.random.default_rng(10))
 ROUTES = R.routes_RLK
-TRACE = RoutingTrace.from_sequences(R.spec, [R.tokens], [ROUTES])
 
 
 DEEP: list = []
@@ -147,34 +144,6 @@ def test_hostile_tokens(tokens):
     assert len(str(error.value)) < 400
     with pytest.raises(CaptureError):
         decode({"routed_experts": ROUTES, "prompt_token_ids": [], "token_ids": tokens}, model=R.spec)
-
-
-def test_tokens_of_several_sequences_may_be_rows_of_an_array():
-    trace = decode([ROUTES, ROUTES], model=R.spec, token_ids=np.array([R.tokens, R.tokens]))
-    assert trace.lengths.tolist() == [12, 12]
-
-
-@pytest.mark.parametrize("model", SCALARS, **IDS)
-def test_hostile_model(model):
-    with pytest.raises(InputError, match=rf"{type(model).__name__}; expected a RoutingSpec.*attach"):
-        decode(ROUTES, model=model, token_ids=R.tokens)
-
-
-@pytest.mark.parametrize("trace", [*SCALARS, ROUTES, [TRACE]], **IDS)
-def test_hostile_trace_to_examine(trace):
-    with pytest.raises(CaptureError, match="expected a RoutingTrace"):
-        refuse_frozen_rows(trace)
-
-
-COUNTS = ["max_new_tokens", "end_token", "group_size", "top_k"]
-SAMPLED = [(field, value) for field in [*COUNTS, "temperature", "top_p", "min_p"] for value in
-           (None, True, "3", [], Raises(), float("nan"), 1j, -2, DEEP)]  # fmt: skip
-
-
-@pytest.mark.parametrize(("field", "value"), [*SAMPLED, *((field, 2.5) for field in COUNTS)], **IDS)
-def test_hostile_sampling(field, value):
-    with pytest.raises(ConfigError, match=f"{field} is"):
-        Sampling(**{"max_new_tokens": 3, "end_token": 1, field: value})
 
 
 def test_masks_of_verl_are_bools_or_0_and_1_without_holes():

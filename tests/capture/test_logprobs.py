@@ -58,12 +58,9 @@ def test_several_choices_are_joined_in_order():
     ("answer", "seen"),
     [
         (completion(), "0 log-probs for 3"),
-        (completion(token_logprobs=LOGPROBS[:2]), "2 log-probs for 3"),
         (completion(token_logprobs=[None, *LOGPROBS]), "4 log-probs for 3"),  # with echo
         (completion(token_logprobs=[None, -1.0, -1.0]), "log-prob None of token"),
         (completion(token_logprobs=[-9999.0, -1.0, -1.0]), "log-prob -9999.0"),
-        (completion(token_logprobs=[True, -1.0, -1.0]), "log-prob True"),
-        (completion(content=["x", "y", "z"]), "log-prob None"),
         (completion(content=5), "content cannot be read"),
         (in_process([{0: SimpleNamespace(logprob=-1.0)}] * 3), r"log-probs of \[0\]"),
         (wires.sglang_answer(R, output_token_logprobs=[[-1.0, 12345, None]] * 3), "log-prob of token 12345"),

@@ -134,56 +134,6 @@ def test_areals_rows():
         decode(np.concatenate([first, rows]), model=SPEC, token_ids=R.tokens)
 
 
-def test_verifiers_branches():
-    """0.4.0: a row for each token of a message; the last one is a copy, until the next turn brings it."""
-    names = ("_replace_placeholder_routing_row", "_attribute_routed_experts", "_encode_ndarray")
-    graph = code("verifiers", "v1/graph.py", *names, binascii=__import__("binascii"))
-    attribute, encode = graph[1], graph[2]
-    of_branch = ("token_ids", "routed_experts", "sampled_mask")
-    properties = dict(zip(of_branch, code("verifiers", "v1/trace.py", *of_branch), strict=True))
-    branch_type = type("Branch", (SimpleNamespace,), {name: property(get) for name, get in properties.items()})
-    parts = np.split(np.arange(len(R.tokens)), [2, 5, 6])  # user, assistant, tool, assistant
-    nodes = [SimpleNamespace(sampled=s, routed_experts=None) for s in (False, True, False, True)]
-    for node, part in zip(nodes, parts, strict=True):
-        node.token_ids, node.mask = [R.tokens[p] for p in part], [node.sampled] * len(part)
-    trace = SimpleNamespace(nodes=nodes)
-    # renderers' payloads: base64 as the engine wrote it, and its first position
-    parse = code(
-        "renderers",
-        "client.py",
-        "_strip_base64_field",
-        "parse_generate_response",
-        json=__import__("json"),
-        ROUTED_EXPERTS_DATA_PREFIX=b'"routed_experts":{"data":"',
-    )[1]
-
-    def turn(start, end):
-        rows = R.routes_RLK[start:end].astype(np.uint8)
-        data = base64.b64encode(rows.tobytes()).decode()
-        text = f'{{"choices":[{{"routed_experts":{{"data":"{data}","shape":{list(rows.shape)},"start":{start}}}}}]}}'
-        return parse(text.encode())["choices"][0]["routed_experts"]
-
-    def read(*numbers):
-        branch = branch_type(nodes=[nodes[n] for n in numbers])
-        assert len(branch.routed_experts) == len(branch.token_ids)
-        found = decode([branch], model=SPEC)
-        wire = encode(branch.routed_experts)
-        assert decode(wire, model=SPEC, token_ids=branch.token_ids).equals(found)
-        return found
-
-    first = turn(0, 4)
-    assert isinstance(first["data"], memoryview)
-    attribute(trace, [], [0, 1], 0, first)
-    assert np.array_equal(nodes[1].routed_experts[-1], nodes[1].routed_experts[-2])
-    assert read(0, 1).equals(fr.RoutingTrace.from_sequences(SPEC, [R.tokens[:5]], [R.routes_RLK[:4]]))
-    attribute(trace, [0, 1], [2, 3], 5, turn(4, 6))
-    assert read(0, 1, 2, 3).equals(KNOWN.select([0]))
-    late = turn(2, 6) | {"dtype": "uint8"}
-    assert decode(late, model=SPEC, token_ids=R.tokens).equals(
-        decode(R.routes_RLK[2:], model=SPEC, token_ids=R.tokens, start=2)
-    )
-
-
 def test_verls_sequence():
     """0.9.1: int16, a row for each token, zeros at the end."""
     align = code("verl", "experimental/agent_loop/agent_loop.py", "as_dict")
@@ -193,20 +143,3 @@ def test_verls_sequence():
     batch = {"routed_experts": made["routed_experts"][None], "input_ids": torch.tensor([R.tokens])}
     assert made["routed_experts"].dtype == torch.int16
     assert decode(batch | {"attention_mask": torch.ones(1, 7, dtype=torch.int64)}, model=SPEC).equals(KNOWN.select([0]))
-
-
-def test_nemo_automodels_recording():
-    """0.7.0: a tensor for each layer, [B · T, K]; a trainer routes the last token too."""
-    [folder] = importlib.util.find_spec("nemo_automodel").submodule_search_locations
-    found = importlib.util.spec_from_file_location("router_replay", f"{folder}/components/moe/router_replay.py")
-    module = importlib.util.module_from_spec(found)
-    found.loader.exec_module(module)
-    replay, routes = module.RouterReplay, torch.from_numpy(np.stack([R.all_layers()[:6], R.all_layers()[:6]]))
-    handles, tokens = [replay() for _ in SPEC.layers], [R.tokens[:6], R.tokens[:6]]
-    with replay.record():
-        for layer, handle in enumerate(handles):
-            handle.apply(routes[:, :, layer].reshape(12, -1))
-    collected = torch.stack(replay.collect(), 1).view(routes.shape)
-    trace = fr.RoutingTrace.from_padded(SPEC, np.array(tokens), collected)
-    assert trace.valid_N.all()
-    assert torch.equal(torch.from_numpy(trace.to_padded().expert_ids_BTLK).long(), routes)

@@ -166,23 +166,12 @@ def test_lengths_that_are_not_those_of_a_packed_batch_are_refused():
         decode(batch | {"seq_lens": lengths}, model=R.spec)
 
 
-def test_a_mask_of_tokens_comes_before_one_of_queries_and_keys():
-    """ms-swift's batch for Megatron, which is not packed, has both."""
-    batch = skyrl(ALL, "int64")
-    mask = batch.pop("attention_mask")
-    both = {"attention_mask_2d": mask, "attention_mask": ~mask[:, None, None].bool().expand(-1, 1, 11, 11)}
-    assert decode(batch | both, model=R.spec).equals(fr.concatenate(KNOWN))
-
-
 @pytest.mark.parametrize(
     ("change", "match"),
     [
         (lambda batch: batch.pop("position_ids"), "lacks position_ids; expected .*attention_mask .*or position_ids"),
         (lambda batch: batch["position_ids"].add_(1), "expected whole numbers that count from 0"),
-        (lambda batch: batch["position_ids"][0, 2:].sub_(1), "expected whole numbers that count from 0"),
         (lambda batch: batch["position_ids"][0, -2:].zero_(), "a 0 before another 0 or at the end of a row"),
-        (lambda batch: batch["position_ids"].copy_((batch["position_ids"] - 2).clamp(min=0)), "a 0 before another 0"),
-        (lambda batch: batch.update(position_ids=batch["position_ids"].double()), "expected whole numbers that count"),
         (lambda batch: batch.update(position_ids=batch["position_ids"][:, 1:]), r"position_ids \(1, 20\); expected"),
         (
             lambda batch: batch.update(attention_mask=torch.ones_like(batch["input_ids"])),
