@@ -7,7 +7,7 @@ import subprocess
 import sys
 import time
 from contextlib import contextmanager
-from threading import Event, Thread
+from threading import Thread
 
 import pytest
 
@@ -69,15 +69,6 @@ def test_what_drips_for_ever_ends_in_time(name):
         Client(address, timeout_s=0.3, what="the server").get("/x")
 
 
-def test_no_proxy_is_asked(monkeypatch):
-    with dripping(b"HTTP/1.1 200 OK\r\n") as proxy, serving(lambda *_: (200, {"direct": True})) as server:
-        for name in ("http_proxy", "HTTP_PROXY", "all_proxy", "ALL_PROXY"):
-            monkeypatch.setenv(name, proxy)
-        for name in ("no_proxy", "NO_PROXY"):
-            monkeypatch.delenv(name, raising=False)
-        assert Client(server.url, timeout_s=5, what="the server").get("/x").read(bool, "direct")
-
-
 def test_addresses_that_cannot_be_reached_share_the_time(monkeypatch):
     with socket.socket() as full, socket.socket() as first, socket.socket() as second:
         full.bind(("127.0.0.1", 0))
@@ -89,15 +80,6 @@ def test_addresses_that_cannot_be_reached_share_the_time(monkeypatch):
         monkeypatch.setattr(socket, "getaddrinfo", lambda *_, **__: found * 4)
         with ending_in_time(within_s=0.8):
             Client(f"http://127.0.0.1:{full.getsockname()[1]}", timeout_s=0.3, what="the server").get("/x")
-
-
-def test_an_answer_without_a_body_is_one_in_which_nothing_stands():
-    """As of requests that are answered by their status alone."""
-    with serving(lambda *_: (200, b" ")) as server:
-        answer = Client(server.url, timeout_s=5, what="the server").post("/x", {})
-    assert answer.value is None
-    with pytest.raises(EngineError, match=r"server\.success.*garbles.*'success'"):
-        answer.read(bool, "success")
 
 
 @grid("status", [301, 302, 303, 307, 308], quick=2)
@@ -125,31 +107,6 @@ def test_no_redirect_is_followed(status, target):
 def test_what_is_no_address_is_refused_before_anything_is_opened(url):
     with pytest.raises(ConfigError, match=r"address.*server"):
         Client(url, timeout_s=1, what="the server")
-
-
-def test_what_is_an_address_is_taken():
-    for url in (
-        *(
-            "http://a",
-            "https://a-b.c_d:1/x/",
-            "http://127.0.0.1:8000",
-            "http://[::1]:80",
-            "http://a.",
-            "HTTP://A:65535",
-        ),
-        *("http://ä.de", f"http://{'a' * 63}", f"http://{'a.' * 126}a"),
-    ):
-        Client(url, timeout_s=1, what="the server")
-
-
-@pytest.mark.parametrize("error", [socket.gaierror(-2, "not known"), UnicodeError("label too long")])
-def test_a_host_that_cannot_be_looked_up_is_one_error(monkeypatch, error):
-    def fail(*args, **kwargs):
-        raise error
-
-    monkeypatch.setattr(socket, "getaddrinfo", fail)
-    with pytest.raises(EngineError, match=r"reached.*broke"):
-        Client("http://nobody:1", timeout_s=5, what="the server").get("/x")
 
 
 FORKED = """
@@ -219,55 +176,8 @@ def test_a_caller_may_run_a_loop_of_its_own():
         assert asyncio.run(ask(server.url)) == [1]
 
 
-def test_without_httpx_the_extra_is_named():
-    code = "import sys; sys.modules['httpx'] = None; import foreroute.engines.http"
-    child = subprocess.run([sys.executable, "-c", code], env=environment(), capture_output=True, text=True)
-    assert "ModuleNotFoundError: an engine behind a server needs httpx" in child.stderr
-    assert "pip install '.[engines]'" in child.stderr
-
-
 @pytest.mark.parametrize("text", [b"{", b"[" * 100_000, b"\xff\xfe", b"9" * 10_000, b"<html>" * 1000])
 def test_what_is_no_json_is_one_short_error(text):
     with serving(lambda *_: (200, text)) as server, pytest.raises(EngineError, match="is not") as caught:
         Client(server.url, timeout_s=5, what="the server").get("/x")
     assert len(str(caught.value)) < 500
-
-
-def test_what_a_server_says_is_quoted_in_part_and_printable():
-    with serving(lambda *_: (400, b"\x1b[2J" + b"x" * 5000)) as server, pytest.raises(EngineError) as caught:
-        Client(server.url, timeout_s=5, what="the server").get("/x")
-    assert r"\x1b[2J" in str(caught.value)
-    assert len(str(caught.value)) < 1000
-
-
-def test_a_request_that_is_called_off_while_its_unix_socket_becomes_readable_prints_nothing(
-    tmp_path, caplog, monkeypatch
-):
-    listener = socket.socket(socket.AF_UNIX)
-    listener.bind(str(tmp_path / "http"))
-    listener.listen(2)
-    is_failing, both_ended = Event(), Event()
-
-    def serve():
-        first, second = (listener.accept()[0] for _ in range(2))
-        with first, second:
-            first.recv(1 << 16), second.recv(1 << 16)
-            first.shutdown(socket.SHUT_RDWR)
-            is_failing.wait(10)
-        both_ended.set()
-
-    def abort(group, calling_off=asyncio.TaskGroup._abort):
-        is_failing.set()
-        both_ended.wait(10)
-        loop = asyncio.get_running_loop()
-        loop._process_events(loop._selector.select(10))  # the other one is told, just before it is called off
-        calling_off(group)
-
-    monkeypatch.setattr(asyncio.TaskGroup, "_abort", abort)
-    server = Thread(target=serve, daemon=True)
-    server.start()
-    with listener, pytest.raises(EngineError, match="broke off"):
-        Client("http://localhost", timeout_s=20, what="a server", socket=tmp_path / "http").ask("/", [{}, {}])
-    server.join()
-    assert both_ended.is_set()
-    assert not caplog.records

@@ -2,7 +2,6 @@
 
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 import torch
@@ -41,16 +40,6 @@ def test_what_else_is_there_is_left_as_it_is(tmp_path, name):
         folder.put({})
         folder.close()
     assert [path for path in contents(tmp_path) if not path.startswith(SUBFOLDER)] == before
-
-
-def test_each_checkpoint_has_a_name_of_its_own_and_takes_the_place_of_the_last(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    folder = WeightsFolder(Path("a/new"), ModelWriter(Model()))
-    first = folder.put({"x": torch.zeros(1)})
-    second = folder.put({"x": torch.ones(1)})
-    assert first != second
-    assert second.is_absolute()
-    assert contents(second.parent) == [second.name, f"{second.name}/config.json", f"{second.name}/model.bin"]
 
 
 def test_one_trainer_at_a_time(tmp_path):

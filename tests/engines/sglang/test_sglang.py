@@ -178,20 +178,6 @@ def test_what_the_server_fails_at_is_reported(tmp_path, changes, said):
         rollout(server.url, tmp_path)
 
 
-def test_weights_that_were_refused_sample_nothing_and_newer_servers_are_warned_of(tmp_path):
-    routed = policy()
-    info = {"enable_return_routed_experts": True, "version": "0.6.0"}
-    refused = {"success": False, "message": "x" * 5000}
-    with serving(Server(**{"/server_info": info, "/update_weights_from_disk": refused})) as server:
-        with pytest.warns(UserWarning, match=r"SGLang 0\.6\.0.*newer.*0\.5\.23"):
-            engine = sglang.SGLangServerEngine(ServedModel.of(routed), server.url, weights_folder=tmp_path, timeout_s=5)
-        with pytest.raises(EngineError) as caught:
-            engine.load_weights(routed.model.state_dict(), version=3)
-        assert len(str(caught.value)) < 1000
-        with pytest.raises(EngineError, match=r"weights.*unknown"):
-            engine.generate([PROMPT], SAMPLED, seeded())
-
-
 def rollout(url, folder, *, served=None, group_size=2, **cuts):
     routed = policy()
     engine = sglang.SGLangServerEngine(served or ServedModel.of(routed), url, weights_folder=folder, timeout_s=5)

@@ -114,12 +114,6 @@ def test_a_request_that_is_interrupted_leaves_the_engine_usable(routed, started)
     assert len(engine.generate(prompts(4, 7), SAMPLING, seeded())) == 2
 
 
-@grid("version", ["0.27.9rc1", "0.27.1"], quick=1)
-def test_a_vllm_of_a_version_that_does_not_work_is_refused_before_it_starts(routed, started, monkeypatch, version):
-    monkeypatch.setenv("FAKE_VLLM_VERSION", version)
-    with pytest.raises(EngineError, match=re.escape(f"vLLM {version} does not work")) as refused:
-        loaded(started(), routed)
-    assert "it serves" not in str(refused.value)
 
 
 def test_what_a_release_needs_on_a_machine():
@@ -221,16 +215,3 @@ def test_a_server_removes_no_folder_that_was_not_made_for_it(tmp_path):
     assert (tmp_path / "kept.txt").read_text() == "mine"
 
 
-def test_the_environment_of_the_server_has_foreroute_alone(routed, started, tmp_path, monkeypatch):
-    monkeypatch.setenv("PYTHONPATH", "/of/the/trainer")
-    seen = {}
-    made = subprocess.Popen
-    monkeypatch.setattr(
-        vllm_server.subprocess, "Popen", lambda *args, **given: seen.update(given) or made(*args, **given)
-    )
-    engine = started()
-    assert isinstance(engine._process, ServerProcess)
-    path = Path(seen["env"]["PYTHONPATH"])
-    assert os.listdir(path) == ["foreroute"]
-    assert seen["env"]["VLLM_SERVER_DEV_MODE"] == "1"
-    assert json.loads((engine._process.folder / "initial" / "config.json").read_text())["vocab_size"] == 64

@@ -1,7 +1,6 @@
 """The engine on a server of the user's: answers recorded from a real one, and everything else that may come."""
 
 import copy
-from dataclasses import replace
 from itertools import chain
 from pathlib import Path
 
@@ -13,8 +12,7 @@ from foreroute.adapters.checkpoint import ServedModel
 from foreroute.capture import Sampling
 from foreroute.engines import vllm
 from foreroute.engines.http import Answer
-from foreroute.engines.sequences import Request
-from foreroute.engines.vllm import missing_settings, read_response
+from foreroute.engines.vllm import missing_settings
 from foreroute.engines.vllm_server import EXTENSION
 from foreroute.errors import CaptureError, ConfigError, EngineError
 from foreroute.trace import SAMPLING
@@ -214,29 +212,6 @@ def test_a_server_is_never_left_paused_and_samples_nothing_with_weights_half_loa
             assert server.asked[-1][0] == "/resume"
 
 
-def test_a_server_that_cannot_be_resumed_is_said_to_be_paused(routed, tmp_path):
-    with (
-        serving(Server(**{"/collective_rpc": (500, b"no room"), "/resume": (500, b"no")})) as server,
-        pytest.raises(EngineError, match=r"POST.*refused.*500") as caught,
-    ):
-        engine_at(server, routed, tmp_path, version=1)
-    assert "no room" in str(caught.value.__context__)
-
-
-@pytest.mark.parametrize(
-    "path",
-    ["/version", *(pytest.param(each, marks=pytest.mark.slow) for each in (INFO, "/weight_info"))],
-)
-def test_any_other_answer_of_a_server_is_one_error(routed, tmp_path, path):
-    """Those of a rollout are in test_garbled_answers.py, those to new weights above."""
-    with serving(answer := Server()) as server:
-        for number, value in enumerate(OTHER):
-            answer.answers[path] = value
-            with pytest.raises(EngineError) as caught:
-                engine_at(server, routed, tmp_path / str(number), version=0).generate([PROMPT], SAMPLED, seeded())
-            assert len(str(caught.value)) < 1000
-
-
 SHORTER = payload(DATA / "completion_one_token.json")["response"]["choices"][0]["routed_experts"]
 LIES = {
     "no choice": (lambda choices: choices.clear(), "0 responses, asked for 1"),
@@ -258,15 +233,6 @@ def test_an_answer_that_is_none_to_its_question_is_refused(routed, tmp_path, nam
             engine.generate([PROMPT], SAMPLED, seeded())
 
 
-def test_a_prompt_that_is_not_echoed_has_its_length_compared():
-    """As of vLLM 0.28, which has no echo for tokens."""
-    answer = payload(DATA / "generate.json")["response"] | {"request_id": "x"}
-    asked = Request("x", PROMPT, SAMPLED, seed=0)
-    assert read_response(Answer(answer, "it"), asked, echoes=False).reason == "length"
-    with pytest.raises(EngineError, match=r"answers.*prompt.*8.*7"):
-        read_response(Answer(answer, "it"), replace(asked, prompt=PROMPT[:7]), echoes=False)
-
-
 def settings_031():
     """As vLLM states them from 0.31 on, where routes have a configuration of their own."""
     settings = copy.deepcopy(SETTINGS)
@@ -283,8 +249,6 @@ def settings_031():
         ("0.30.0", "model_config.logprobs_mode", "raw_logprobs", "--logprobs-mode processed_logprobs"),
         ("0.30.0", "parallel_config.worker_extension_cls", "", "--worker-extension-cls foreroute"),
         ("0.30.0", "scheduler_config.enable_chunked_prefill", True, "--no-enable-chunked-prefill"),
-        ("0.31.0", "scheduler_config.enable_chunked_prefill", True, None),
-        ("0.30.0", "cache_config.enable_prefix_caching", False, None),
         ("0.31.0", "cache_config.enable_prefix_caching", False, "--enable-prefix-caching"),
         ("0.32.0", "parallel_config.pipeline_parallel_size", 2, "--pipeline-parallel-size 1"),
         ("0.32.0", "kv_transfer_config", {"kv_connector": "OffloadingConnector"}, None),

@@ -17,7 +17,7 @@ from foreroute.adapters.checkpoint import FolderWriter, ModelWriter, ServedModel
 from foreroute.engines import vllm
 from foreroute.errors import ConfigError
 from foreroute.testing.ranks import environment
-from tests.engines.small_policy import SAMPLING, SIZES, seeded
+from tests.engines.small_policy import SAMPLING, seeded
 from tests.engines.vllm.conftest import assert_ends
 
 WITHOUT_TRANSFORMERS = """
@@ -78,16 +78,6 @@ def test_an_engine_samples_without_a_model_of_transformers_and_its_server_ends_w
     assert load(arguments[-1]).equals(wanted.trace.without_pick_order())
 
 
-def test_a_family_that_is_not_known_needs_a_spec(folder):
-    config = json.loads((folder / "config.json").read_text())
-    (folder / "config.json").write_text(json.dumps({**config, "model_type": "unheard_of"}))
-    with pytest.raises(ConfigError, match=r"config\.json.*unheard_of"):
-        ServedModel.at(folder)
-    spec = RoutingSpec(16, 4, (RoutedLayer(1), RoutedLayer(2)))
-    model = ServedModel.at(folder, spec=spec)
-    assert (model.spec, model.vocabulary_size, model.max_positions) == (spec, 64, SIZES["max_position_embeddings"])
-
-
 SPEC = RoutingSpec(16, 4, (RoutedLayer(1),))
 
 
@@ -117,31 +107,6 @@ def test_a_configuration_that_cannot_be_read_is_named(tmp_path, text, said, spec
     assert str(tmp_path / "config.json") in str(caught.value) or "vocab_size of the configuration" in str(caught.value)
 
 
-def test_a_length_that_nobody_states_is_asked_for(routed, folder, fake_settings):
-    config = json.loads((folder / "config.json").read_text())
-    del config["max_position_embeddings"]
-    (folder / "config.json").write_text(json.dumps(config))
-    served = ServedModel.at(folder, spec=routed.spec)
-    with pytest.raises(ConfigError, match="set max_model_len"):
-        vllm.VLLMEngine(served, fake_settings())
-    vllm.VLLMEngine(served, fake_settings(max_model_len=64)).close()
-
-
-def test_weights_come_with_the_configuration_of_the_source_and_nothing_else_of_it(folder, tmp_path):
-    (folder / "modeling_mine.py").write_text("raise SystemExit")
-    new = {name: tensor + 1 for name, tensor in tensors(folder).items()}
-    written = FolderWriter(folder).write(tmp_path / "new", new)
-    assert sorted(path.name for path in written.iterdir()) == [
-        "config.json",
-        *(["generation_config.json"] if (folder / "generation_config.json").exists() else []),
-        "model.safetensors",
-    ]
-    assert (written / "config.json").read_bytes() == (folder / "config.json").read_bytes()
-    again = tensors(written)
-    assert again.keys() == new.keys()
-    assert all(torch.equal(again[name], tensor) for name, tensor in new.items())
-
-
 def test_many_weights_are_split_into_shards_that_transformers_reads(routed, folder, tmp_path, monkeypatch):
     monkeypatch.setattr(checkpoints, "SHARD_BYTES", 1 << 16)
     weights = tensors(folder)
@@ -153,17 +118,6 @@ def test_many_weights_are_split_into_shards_that_transformers_reads(routed, fold
     assert max(path.stat().st_size for path in written.glob("*.safetensors")) < 1 << 17
     loaded = type(routed.model).from_pretrained(written)
     assert all(torch.equal(tensor, loaded.state_dict()[name]) for name, tensor in routed.model.state_dict().items())
-
-
-def test_tied_and_strided_weights_are_written_whole(tmp_path):
-    source = tmp_path / "source"
-    source.mkdir()
-    shared = torch.arange(6.0).reshape(2, 3)
-    FolderWriter(source).write(tmp_path / "new", {"a": shared, "b": shared, "c": shared.T})
-    written = tensors(tmp_path / "new")
-    assert torch.equal(written["a"], shared)
-    assert torch.equal(written["b"], shared)
-    assert torch.equal(written["c"], shared.T)
 
 
 def test_weights_that_an_engine_would_keep_or_take_twice_are_refused(routed, folder, tmp_path):

@@ -3,9 +3,7 @@
 import numpy as np
 import pytest
 
-from foreroute.errors import EngineError
 from foreroute.train import train
-from foreroute.train.run import Watcher
 from tests.train.small_runs import records, small_config
 
 
@@ -32,11 +30,3 @@ def test_a_run_with_top_k_scores_on_the_sets_that_vllm_returned(fake_settings, t
     run = train(config(fake_settings(), top_k=3), tmp_path / "run")
     # a set of three has at most that much entropy, and 16 tokens have 2.77
     assert all(0 < record["entropy"] <= np.log(3) for record in records(run.path))
-
-
-@pytest.mark.slow
-def test_a_failing_engine_ends_the_run_with_its_reason(fake_settings, tmp_path):
-    told = []
-    with pytest.raises(EngineError, match="died"):
-        train(config(fake_settings("dies")), tmp_path / "run", watcher=Watcher(on_step=told.append))
-    assert not told
