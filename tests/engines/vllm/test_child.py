@@ -1,8 +1,6 @@
 """The server as a child of the trainer, on a fake vLLM: what comes back, and every way to fail and to end."""
 
-import json
 import os
-import re
 import signal
 import subprocess
 import sys
@@ -17,7 +15,6 @@ import pytest
 
 from foreroute.adapters.checkpoint import ServedModel
 from foreroute.engines import inside_vllm, vllm, vllm_server
-from foreroute.engines.vllm_server import ServerProcess
 from foreroute.errors import CaptureError, ConfigError, EngineError
 from foreroute.testing.ranks import environment
 from tests.engines.small_policy import SAMPLING, prompts, seeded
@@ -112,8 +109,6 @@ def test_a_request_that_is_interrupted_leaves_the_engine_usable(routed, started)
         signal.signal(signal.SIGALRM, before)
     engine._client.post("/abort_requests", {})
     assert len(engine.generate(prompts(4, 7), SAMPLING, seeded())) == 2
-
-
 
 
 def test_what_a_release_needs_on_a_machine():
@@ -213,5 +208,3 @@ def test_a_server_removes_no_folder_that_was_not_made_for_it(tmp_path):
     )
     server.communicate(timeout=60)
     assert (tmp_path / "kept.txt").read_text() == "mine"
-
-
