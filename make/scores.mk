@@ -2,7 +2,7 @@
 # environment of make/peers.mk, behind which the Makefile includes this file; PEERS_ENV, PEERS_READY and KERNELS are named
 # before. The packages of SCORES_PACKAGES are read, not imported, but for verl's controller and what twinkle imports.
 
-SCORES_PACKAGES := skyrl==0.3.0 ms-swift==4.6.0 areal==1.0.4 verifiers==0.4.0 renderers==0.1.12 verl==0.9.1 \
+SCORES_PACKAGES := skyrl==0.3.0 ms-swift==4.6.0 areal==1.0.4 verl==0.9.1 \
 	pyzmq==27.3.0 pillow==12.3.0
 SCORES_FOLDER := $(PEERS_ENV)/with-scores
 SCORES_READY := $(SCORES_FOLDER)/.ready-$(call hash,make/scores.mk)

@@ -57,11 +57,6 @@ def test_what_is_there_is_replaced_when_told_and_else_refused(tmp_path):
     assert os.listdir(tmp_path) == ["song"]
 
 
-def test_metadata_of_others_are_let_pass():
-    """Tools put their own into safetensors files."""
-    assert FORMAT.read(forged({"format": "pt", "foreroute": "is named"}))[0] == {"title": "x"}
-
-
 @pytest.mark.parametrize(
     ("source", "message"),
     [

@@ -15,14 +15,13 @@ import zstandard
 
 import foreroute as fr
 from foreroute.adapters.checkpoint import ServedModel
-from foreroute.capture import Generation, decode, load_generation, read_nemo_gym, read_skycap, save_generation
-from foreroute.cli.convert import convert_file
+from foreroute.capture import Generation, load_generation, read_nemo_gym, read_skycap, save_generation
 from foreroute.costs.cluster_file import load_cluster
 from foreroute.doctor import Evidence, diagnose
 from foreroute.engines.base import WeightsFolder
 from foreroute.errors import ForerouteError, InputError
 from foreroute.files.kinds import it_is, kind_of
-from foreroute.files.regular import parse_json, read_text
+from foreroute.files.regular import parse_json
 from foreroute.plan import load_counts, load_plan, save_counts
 from foreroute.records import read_runs
 from foreroute.report import write_diagnosis
@@ -117,33 +116,6 @@ def test_doors_of_configurations_name_the_kind(name, tmp_path):
         assert words in str(told.value)
 
 
-def test_json_lines_are_told_from_json_that_was_cut():
-    lines, whole = OF_KIND["JSON Lines"][0], OF_KIND["JSON on lines"][0]
-    for text in (lines, lines.decode(), lines + b"\n"):
-        with pytest.raises(InputError, match="JSON Lines"):
-            parse_json(text, InputError, name="it")
-    with pytest.raises(InputError) as told:
-        parse_json(whole[:-4], InputError, name="it")
-    assert ": it is" not in str(told.value)
-    (kept,) = {kind_of(text).name for text in (whole, whole[:-4], b"[\n[1],\n[2]]", b"[[1, 2],\n [3]]")}
-    assert kept == "JSON"
-
-
-def test_what_convert_is_handed_is_named_with_its_kind(tmp_path):
-    fr.save(TRACE, tmp_path / "m")
-    for name in ("torch, zipped", "JSON Lines", "npz", "gzip", "HTML"):
-        content, words = OF_KIND[name]
-        (tmp_path / "in").write_bytes(content)
-        options = {"model": tmp_path / "m", "tokens": None, "start": 0, "weight_version": 0}
-        with pytest.raises(InputError) as told:
-            convert_file(tmp_path / "in", tmp_path / "out", "sets", **options)
-        assert f"{tmp_path}/in" in str(told.value), "the file"
-        assert words in str(told.value)
-        with pytest.raises(InputError) as told:
-            decode(content, model=SPEC)
-        assert words in str(told.value)
-
-
 def test_a_folder_of_something_else_is_named_by_what_it_lacks(tmp_path):
     """A model's folder has a config.json too; of a path for a list, the letters would be folders."""
     (tmp_path / "config.json").write_bytes(OF_KIND["JSON"][0])
@@ -155,15 +127,6 @@ def test_a_folder_of_something_else_is_named_by_what_it_lacks(tmp_path):
     for read in (*BINARY_DOORS.values(), *TOML_DOORS.values()):
         with pytest.raises(InputError, match=r"folder.*file"):
             read(tmp_path)
-
-
-def test_what_is_too_large_is_named_too(tmp_path):
-    (tmp_path / "c.toml").write_bytes(OF_KIND["gzip of much"][0])
-    with pytest.raises(InputError, match=r"65536.*compressed.*gzip"):
-        load_simulation(tmp_path / "c.toml")
-    (tmp_path / "t").write_bytes(b"some words")
-    with pytest.raises(InputError, match=r"expected 3 at most$"):
-        read_text(tmp_path / "t", InputError, most_bytes=3)
 
 
 def test_damaged_files_of_ours_are_not_called_others(tmp_path):

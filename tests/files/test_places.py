@@ -4,17 +4,7 @@ import pytest
 from fsspec.implementations.memory import MemoryFileSystem
 
 from foreroute.errors import TraceFileError
-from foreroute.files.container import as_place
-from foreroute.files.places import names_in, open_at, within, write_at
-
-
-def test_a_place_is_a_path_or_a_url(tmp_path):
-    for place in (f"file://{tmp_path}/a", tmp_path / "a", f"{tmp_path}/a"):
-        assert as_place(place, TraceFileError) == tmp_path / "a"
-    assert as_place("s3://bucket/a", TraceFileError) == "s3://bucket/a"
-    assert within("s3://bucket/a/", "b") == "s3://bucket/a/b"
-    assert within(as_place(f"file://{tmp_path}", TraceFileError), "b") == within(tmp_path, "b") == tmp_path / "b"
-    assert names_in(tmp_path / "none", TraceFileError) == names_in("memory://none", TraceFileError) == []
+from foreroute.files.places import names_in, open_at, write_at
 
 
 def test_a_folder_is_looked_into_anew_each_time(monkeypatch):

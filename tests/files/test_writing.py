@@ -5,13 +5,12 @@ import multiprocessing
 import os
 import signal
 import stat
-from contextlib import suppress
 
 import pytest
 
 from foreroute.errors import InputError
 from foreroute.files import writing
-from foreroute.files.writing import check_writable, write_atomically, writing_named
+from foreroute.files.writing import write_atomically, writing_named
 
 
 @pytest.fixture(params=["unnamed", "named"])
@@ -102,35 +101,6 @@ def test_a_writer_that_is_killed_before_it_renames_leaves_one_whole_file_that_th
     write_atomically(target, b"new")
     assert target.read_bytes() == b"new"
     assert [path.name for path in tmp_path.iterdir()] == ["t"]
-
-
-def test_the_control_a_killed_writer_leaves_a_file_where_each_has_a_name(tmp_path):
-    assert len(killed_in("fsync", tmp_path / "t", "/nowhere")) == 1
-
-
-def test_no_write_lists_the_folder_that_it_writes_to(tmp_path, monkeypatch):
-    """Or a run that keeps a file for each step would take quadratic time."""
-    for name in ("listdir", "scandir"):
-        monkeypatch.setattr(os, name, lambda *_: pytest.fail("a folder was listed"))
-    write_atomically(tmp_path / "t", b"old")
-    write_atomically(tmp_path / "t", b"new")
-    check_writable(tmp_path / "t")
-    assert (tmp_path / "t").read_bytes() == b"new"
-
-
-@pytest.mark.slow
-def test_of_several_writers_of_a_new_file_one_wins(tmp_path):
-    def write(n):
-        for number in range(20):
-            with suppress(FileExistsError):
-                write_atomically(tmp_path / f"t-{number}", f"{n}" * 1000, overwrite=False)
-                write_atomically(tmp_path / f"t-{number}.{n}", "won")
-
-    assert at_once(write, 6) == [0] * 6
-    for number in range(20):
-        (won,) = tmp_path.glob(f"t-{number}.*")
-        assert (tmp_path / f"t-{number}").read_text() == won.suffix[1:] * 1000
-    assert len(list(tmp_path.iterdir())) == 40
 
 
 @pytest.mark.slow

@@ -141,26 +141,6 @@ def test_places_keep_their_budgets_and_the_certificate_says_what_they_hold(
     assert np.array_equal(again.rank_S, packed.rank_S)
 
 
-def test_sequences_that_want_one_rank_each_are_mixed():
-    """Two kinds of sequences, each with its own half of the experts: by length kinds meet by chance, by routes not."""
-    kind = np.array([0] * 8 + [1] * 8)
-    counts = np.zeros((16, 8, 8), np.int64)
-    for half in range(2):
-        counts[kind == half, :, 4 * half : 4 * half + 4] = 10
-    packed = pack_sequences(np.full(16, 20), 2, 20, counts=counts)
-    assert packed.certificate.over_bound == 1.0
-    assert packed.certificate.by_length == 2 * packed.certificate.slowest
-
-
-def test_a_search_that_is_cut_short_makes_nothing_worse(monkeypatch):
-    """Cut while it still keeps what is worse: the packing by length is taken then."""
-    monkeypatch.setattr("foreroute.layout.by_routes.WORK", 300)
-    for seed in range(80, 100):
-        lengths, counts = drawn(seed, 60, layers=8)
-        found = pack_sequences(lengths, 2, 60, counts=counts).certificate
-        assert found.slowest <= found.by_length
-
-
 def test_without_counts_nothing_is_exchanged():
     lengths, counts = drawn(0, 30)
     by_length = pack_sequences(lengths, 2, 60)
@@ -175,20 +155,15 @@ def test_without_counts_nothing_is_exchanged():
     ("change", "error", "message"),
     [
         ({"counts": np.ones((2, 1, 4), int)}, LayoutError, "counts.*3 sequences"),
-        ({"counts": np.ones((3, 4), int)}, LayoutError, "counts.*3 sequences"),
         ({"counts": np.ones((3, 1, 4))}, LayoutError, "float64.*expected integers"),
         ({"counts": np.ones((3, 0, 4), int)}, LayoutError, "0 layers.*at least one"),
         ({"counts": np.full((3, 1, 4), 8)}, LayoutError, "sequence 0.*7 tokens"),
         ({"counts": np.full((3, 1, 4), -1)}, LayoutError, "sequence 0.*from -1"),
         ({"counts": np.ones((3, 1, 3), int)}, LayoutError, "3 experts.*pass homes"),
         ({"homes": [[0, 0, 1, 2]]}, LayoutError, "to 2.*0 to 1"),
-        ({"homes": [[0, 0, -1, 1]]}, LayoutError, "from -1.*0 to 1"),
         ({"homes": [[0, 0, 1]]}, LayoutError, "homes.*layers and experts"),
-        ({"homes": [[0.0, 0, 1, 1]]}, LayoutError, "float64.*expected integers"),
         ({"groups": 3}, LayoutError, "2 ranks.*3 equal"),
-        ({"groups": 0}, LayoutError, "groups is 0"),
         ({"counts": None, "homes": [[0, 0, 1, 1]]}, ConfigError, "homes.*counts"),
-        ({"counts": None, "groups": 2}, ConfigError, "groups.*counts"),
         (
             {"lengths": [2**30] * 3, "token_budget": 2**31, "counts": np.full((3, 1, 4), 2**30)},
             LayoutError,
@@ -288,10 +263,8 @@ def test_whole_micro_batches_are_exchanged_where_sequences_have_no_room():
     [
         ({"lengths": [7, 9]}, "2 lengths.*3 sequences"),
         ({"packing": Packing(np.array([0, 2, 1]), np.zeros(3, int), 2, 2)}, "sequence 1.*micro-step 2.*0 to 1"),
-        ({"packing": Packing(np.zeros(3, int), np.array([0, 0, -1]), 2, 2)}, "sequence 2.*rank -1.*0 to 1"),
         ({"token_budget": 15}, "micro-step 0 of rank 0.*16 tokens.*budget is 15"),
         ({"token_budget": 17, "padded": True}, "micro-step 0 of rank 0.*18 tokens.*budget is 17"),
-        ({"counts": np.ones((2, 1, 4), int)}, "counts.*3 sequences"),
     ],
 )
 def test_impossible_exchanges_are_refused(change, message):

@@ -38,21 +38,15 @@ def test_indices_widen_only_when_rows_need_it(num_rows, dtype, last_two):
     ("make", "message"),
     [
         (lambda: layout.pack([3, -1]), "lengths: sequence 1 has -1"),
-        (lambda: layout.pack([[3]]), "expected one integer per sequence"),
         (lambda: layout.pack([3.5]), "expected one integer per sequence"),
         (lambda: layout.pack([3], align=0), "align is 0"),
-        (lambda: layout.pack([3], align=1.5), "a whole number"),
         (lambda: layout.pack([2**63 - 1, 2**63 - 1, 7]), "lengths add up to"),
         (lambda: layout.pack([3, 3], padded_lengths=[2**63 - 1, 2**62]), "padded_lengths add up to"),
-        (lambda: layout.pack([3], padded_lengths=[4.5]), "padded_lengths are float64"),
         (lambda: layout.pack([3] * 3, align=2**40), "router rows add up to"),
-        (lambda: layout.pad([3] * 3, side="left", order="bshd", to=2**40), "router rows add up to"),
-        (lambda: layout.pad([3], side="left", order="bshd", to=3.5), "to is 3.5; expected"),
         (lambda: layout.pad([3], side="top", order="bshd"), "expected 'left' or 'right'"),
         (lambda: layout.pad([3], side="left", order="thd"), "expected 'bshd'"),
         (lambda: layout.pad([3, 9], side="left", order="bshd", to=8), "sequence 1 has 9 tokens"),
         (lambda: layout.pad([3], side="left", order="bshd").align_total(8), "give `pad` a width `to`"),
-        (lambda: layout.pack([3]).align_total(0), "multiple is 0"),
         (
             lambda: layout.pack([4, 6]).split_context(2, 0),
             "sequence 1 of the batch has 6 router rows.*Give pack.align=. 4",
@@ -63,33 +57,13 @@ def test_indices_widen_only_when_rows_need_it(num_rows, dtype, last_two):
             lambda: layout.pack([4]).split_context(2, 2),
             "context-parallel rank is 2; expected a whole number from 0 to 1",
         ),
-        (lambda: layout.pack([4]).split_context(0, 0), "ranks is 0; expected a whole number from 1"),
         (lambda: layout.pack([8]).split_context(2, 0).split_context(2, 0), "split_context comes before"),
-        (lambda: layout.pack([8]).split_sequence(2, 0).split_context(2, 0), "split_context comes before"),
         (lambda: layout.pack([5]).split_sequence(2, 0), "5 router rows do not divide over 2 sequence-parallel ranks"),
-        (lambda: layout.pack([4]).split_sequence(2, -1), "sequence-parallel rank is -1"),
     ],
 )
 def test_impossible_layouts_are_refused(make, message):
     with pytest.raises(LayoutError, match=message):
         make()
-
-
-def test_packed_sequences_may_have_rows_of_their_own():
-    lengths, padded = [3, 1, 4], [4, 4, 4]
-    given = layout.pack(lengths, padded_lengths=padded).rows().packed_row_R
-    assert given.tolist() == [0, 1, 2, -1, 3, -1, -1, -1, 4, 5, 6, 7]
-    uneven = layout.pack(lengths, padded_lengths=[3, 5, 4]).rows().packed_row_R
-    assert uneven.tolist() == [0, 1, 2, 3, -1, -1, -1, -1, 4, 5, 6, 7]
-    for wrong in ([2, 4, 4], [4, 4]):
-        with pytest.raises(LayoutError, match=r"padded_lengths|router rows"):
-            layout.pack(lengths, padded_lengths=wrong)
-
-
-def test_collect_keeps_the_trailing_shape_and_drops_padding():
-    halves = [layout.pack([3], align=4).split_context(2, r).rows() for r in range(2)]
-    values = [np.stack([h.packed_row_R] * 2, axis=1) * 1.5 for h in halves]
-    assert layout.collect(zip(halves, values, strict=True)).tolist() == [[0, 0], [1.5, 1.5], [3, 3]]
 
 
 def test_collect_refuses_missing_and_repeated_ranks():

@@ -51,17 +51,6 @@ def test_padding_is_distinct_and_even_over_experts_and_ranks(seed):
         assert np.ptp(np.bincount(homes[layer], weights=loads, minlength=ep)) <= 1
 
 
-def test_pads_go_round_the_ranks_and_begin_where_they_are_told_to():
-    homes = np.array([[0, 0, 0, 1, 1, 1]])
-    filled = fill_padding(np.zeros((3, 1, 2), np.uint8), np.ones(3, bool), homes, start=1)
-    assert filled[:, 0].tolist() == [[3, 1], [4, 2], [5, 0]]
-
-
-def test_a_rank_with_fewer_experts_gets_fewer_pads_but_none_twice():
-    filled = fill_padding(np.zeros((2, 1, 3), np.uint8), np.ones(2, bool), np.array([[0, 0, 1]]))
-    assert sorted(filled[0, 0].tolist()) == sorted(filled[1, 0].tolist()) == [0, 1, 2]
-
-
 def test_impossible_fills_are_refused():
     ids = np.zeros((2, 1, 3), np.uint8)
     homes = np.array([[0, 0, 1]])

@@ -1,7 +1,5 @@
 """Specs, and traces: built, compared and refused, also of numpy's integers; `test_streams.py` cuts and joins them."""
 
-import json
-
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -12,17 +10,10 @@ from foreroute.capture import Generation, load_generation, save_generation
 from foreroute.errors import SpecMismatchError, TraceContentError
 from foreroute.trace import NO_VERSION, SAMPLING, DecisionStream, IndexerSpec, digest
 from foreroute.trace.checks import check_rows
-from foreroute.trace.operations import count_assignments, shared_picks
+from foreroute.trace.operations import count_assignments
 from tests.traces import random_trace, spec_of
 
 SPEC = spec_of(num_experts=4, top_k=2, num_layers=1)
-
-
-def test_last_token_has_no_route_and_no_version():
-    trace = fr.RoutingTrace.from_sequences(SPEC, [[7, 8, 9]], [[[[0, 1]], [[3, 2]]]], weight_version=5)
-    assert trace.valid_N.tolist() == [True, True, False]
-    assert trace.weight_versions_N.tolist() == [5, 5, NO_VERSION]
-    assert trace.versions == (5,)
 
 
 @pytest.mark.parametrize(
@@ -32,7 +23,6 @@ def test_last_token_has_no_route_and_no_version():
         ([[[0, 4]]], "expected 0 to 3"),
         ([[[0, -1]]], "expected 0 to 3"),
         ([[[0.0, 1.0]]], "expected integers"),
-        ([[0, 1]], r"routes of shape \(1, 2\)"),
         ([[[0, 1, 2]]], "expected \\[rows"),
         ([[[0, 1]]] * 3, r"2 tokens, routes of shape \(3, 1, 2\)"),
     ],
@@ -53,9 +43,7 @@ def test_weight_versions_are_whole_numbers(version):
     [
         ({"weight_versions": [[2**32 + 5, 0]]}, "from 5 to|from 0 to 4294967301"),
         ({"weight_versions": [[1.5, 0]]}, r"weight_versions\[0\] is float64"),
-        ({"weight_versions": [[-2, 0]]}, r"weight_versions\[0\] is int64.*from -2"),
         ({"valid": [[0.3, 0]]}, r"valid\[0\] is float64.*expected bools"),
-        ({"valid": [[2, 0]]}, "expected bools"),
         *(
             ({"token_ids": [ids]}, r"expected integers \[T\] from 0")
             for ids in ([-1, 2], [1.5, 2.0], [2**31, 1], [[1], [2]])
@@ -106,7 +94,6 @@ def test_counting_needs_whole_micro_steps_and_ids_that_experts_have():
         (lambda trace: trace.select(np.ones(len(trace), bool)), r"numpy\.flatnonzero"),
         *((lambda trace, wrong=wrong: trace.select(wrong), "seq") for wrong in ([0.5], ["0"], [None], [[0], [0, 1]])),
         (lambda trace: trace.truncated(trace.lengths + 1), "lengths hold"),
-        (lambda trace: trace.truncated([2.9] * len(trace)), r"expected \d whole numbers"),
         (lambda trace: fr.concatenate([trace, random_trace(0, num_experts=16)]), r"16 experts instead.*8"),
     ],
 )
@@ -126,11 +113,6 @@ def test_digest_depends_on_tokens_routes_and_versions():
     assert len({digest(t) for t in [a, *changed]}) == 4
 
 
-def test_positions_count_from_the_first_row_of_each_sequence():
-    trace = random_trace(3).truncated(np.r_[0, random_trace(3).lengths[1:]])
-    assert trace.positions_N.tolist() == [p for length in trace.lengths for p in range(length)]
-
-
 @settings(max_examples=30)
 @given(seed=st.integers(0, 2**32 - 1))
 def test_every_row_with_an_id_twice_or_too_high_is_refused_and_no_other(seed):
@@ -147,11 +129,6 @@ def test_every_row_with_an_id_twice_or_too_high_is_refused_and_no_other(seed):
     named = f"sequence 0, position {bad[0]}" if bad[0] < 2 else f"sequence 2, position {bad[0] - 2}"
     with pytest.raises(TraceContentError, match=rf"{named}, decoder [01] has expert ids \["):
         check_rows(ids_NLK, valid_N, offsets, spec)
-
-
-def test_more_shared_picks_than_a_byte_holds_are_counted():
-    many = np.arange(300)[None]
-    assert shared_picks(many, many).tolist() == [300]
 
 
 LAYERS = (fr.RoutedLayer(0), fr.RoutedLayer(2))
@@ -179,37 +156,21 @@ def test_numpys_integers_and_lists_are_taken_by_every_room(tmp_path):
             assert load_generation(tmp_path / "generation").trace.equals(plain)
 
 
-def test_a_stream_and_a_spec_keep_layers_as_a_tuple_however_they_were_made():
-    made = DecisionStream.from_sets(9, [True], [[1, 1]], [3, 4], layers=iter(LAYERS))
-    bare = DecisionStream(np.int16(9), made.valid_N, made.offsets, made.ids, list(LAYERS))
-    assert bare.layers == made.layers == DecisionStream.absent(9, 1, layers=list(LAYERS)).layers == LAYERS
-    spec = IndexerSpec(np.int64(1), list(LAYERS), np.int32(1), np.uint8(1))
-    assert (spec, json.dumps([spec.top_k, spec.unit, spec.heads])) == (IndexerSpec(1, LAYERS), "[1, 1, 1]")
-    one = fr.RoutingTrace.unrouted(MODEL, [[1]])
-    assert one.with_stream("a", bare).equals(one.with_stream("a", made))
-
-
 @pytest.mark.parametrize(
     ("make", "message"),
     [
         (lambda: fr.RoutingSpec(8, 2, (0, 2)), r"layers are \(0, 2\); expected routed layers"),
         (lambda: fr.RoutingSpec(8, 2, fr.RoutedLayer(0)), "expected routed layers"),
-        (lambda: fr.RoutingSpec(8, 2, None), "layers are None"),
         (lambda: fr.RoutingSpec(8.0, 2, LAYERS), "num_experts is 8.0"),
-        (lambda: fr.RoutingSpec("8", 2, LAYERS), "num_experts is '8'"),
         (lambda: fr.RoutingSpec(8, 2.5, LAYERS), "top_k is 2.5"),
-        (lambda: fr.RoutingSpec(8, True, LAYERS), "top_k is True"),
         (lambda: fr.RoutingSpec(8, 2, map(fr.RoutedLayer, range(1025))), "1025 layers of 8 experts"),
         (lambda: fr.RoutingSpec(65_536, 2, map(fr.RoutedLayer, range(17))), "1048576 experts in all"),
         (lambda: fr.RoutedLayer(-1, fr.trace.LayerKind.MTP), "layer"),
         (lambda: fr.RoutedLayer(2.5, fr.trace.LayerKind.MTP), "layer"),
-        (lambda: fr.RoutedLayer(0, "decoder"), "layer"),
         (lambda: DecisionStream.absent(50, 3, layers=[1]), r"layers are \[1\]"),
         (lambda: DecisionStream.absent(50.0, 3), "num_choices is 50.0"),
-        (lambda: IndexerSpec(3, ("a",)), "expected routed layers"),
         (lambda: IndexerSpec(0, LAYERS), "top_k is 0; expected a whole number from 1 to"),
         (lambda: IndexerSpec(3, LAYERS, unit=2.0), "unit is 2.0"),
-        (lambda: IndexerSpec(3, LAYERS, heads=True), "heads is True"),
     ],
 )
 def test_what_is_no_fact_of_a_model_is_refused(make, message):

@@ -14,7 +14,7 @@ import foreroute as fr
 from benchmarks.trace import CountedBytes
 from foreroute.errors import SpecMismatchError, TraceContentError, TraceFileError
 from foreroute.testing.routes import synthetic_trace
-from foreroute.trace import ENCODINGS, digest
+from foreroute.trace import ENCODINGS
 from foreroute.trace.file import FORMAT, cut_chunks, encode
 from tests.traces import mixed_trace, random_trace, spec_of, uneven_trace, with_decisions
 
@@ -73,24 +73,6 @@ def test_what_was_saved_is_read_in_whole_and_in_part(seed, encoding, make, decis
     others = set(trace.streams) - set(names)
     wanted = expected.without_streams(*others) if others else expected
     assert part.equals(wanted.select(sequences).select_layers(layers))
-
-
-@pytest.mark.slow
-def test_a_row_of_many_picks_is_sorted_too():
-    for num_experts, top_k in ((1, 1), (256, 256), (100, 99), (300, 64), (300, 65), (65_536, 3), (65_536, 200)):
-        trace = random_trace(top_k, num_experts=num_experts, top_k=top_k, num_layers=2)
-        assert fr.load(CountedBytes(bytes_of(trace))).equals(trace.without_pick_order())
-
-
-def test_sets_say_that_pick_order_is_gone_and_ordered_files_keep_it(tmp_path):
-    trace = random_trace(4)
-    read = fr.load(fr.save(trace, tmp_path / "sets"))
-    assert not read.pick_order_kept
-    assert digest(read) == digest(trace.without_pick_order()) != digest(trace)
-    assert fr.load(fr.save(trace, tmp_path / "ordered", encoding="ordered")).equals(trace)
-    # what has no order any more is written as sets, whatever is asked for
-    assert fr.load(fr.save(read, tmp_path / "again", encoding="ordered")).equals(read)
-    assert not fr.concatenate([trace, read]).pick_order_kept
 
 
 def test_a_file_of_this_format_is_read_for_as_long_as_it_is_format_3():

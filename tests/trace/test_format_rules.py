@@ -9,7 +9,7 @@ import zstandard
 
 import foreroute as fr
 from foreroute.errors import TraceContentError, TraceFileError
-from foreroute.trace.checks import as_offsets, ascending, join_ranges
+from foreroute.trace.checks import as_offsets, join_ranges
 from foreroute.trace.file import ENCODINGS
 from tests.trace.forging import STAIRCASE, forged, frame_contents, holding, setting
 from tests.traces import random_trace, uneven_trace, with_decisions
@@ -22,14 +22,6 @@ ABSENT = int(np.flatnonzero(~TRACE.valid_N)[0])
 
 def staircase(end):
     return np.array([*STAIRCASE, end], np.int64)
-
-
-def test_offsets_are_compared_and_not_subtracted():
-    assert ascending(np.array([0, 0, 3, 3]), 3)
-    for wrong in (staircase(3), np.array([0, 3, 1, 3]), np.array([1, 3]), np.array([0, 2]), np.zeros(0, np.int64)):
-        assert not ascending(wrong, 3)
-    assert not ascending(np.array([0.0, 3.0]), 3)
-    assert not ascending(np.array([[0, 3]]), 3)
 
 
 def test_lengths_whose_sum_wraps_are_refused():
@@ -86,23 +78,17 @@ METADATA = {
     "another encoding": (metadata(encoding="zip"), "encoding 'zip' is unknown"),
     "nothing is changed": (lambda there, tensors: None, None),
     "provenance is no object": (metadata(provenance='["x"]'), "and a table of texts"),
-    "provenance of numbers": (metadata(provenance='{"steps": 3}'), "and a table of texts"),
     "provenance with half a character": (metadata(provenance='{"x": "\\ud800"}'), "and a table of texts"),
     "deep provenance": (metadata(provenance="[" * 200_000), "nested too deep"),
-    "layers are no list": (metadata(layers="{}"), r"expected a list of \[number, kind, experts, picks\]"),
-    "layers are no JSON": (metadata(layers="["), "is not JSON"),
     "a layer of three": (layers(0, 1, [2, "decoder", 8]), r"expected a list of \[number, kind, experts, picks\]"),
     "no layer": (layers(), "the layer table is empty"),
     "a layer twice": (layers(0, 0, 1), "names a layer twice"),
     "a negative layer": (layers(-4, 1, 2), "routed layer is -4"),
-    "a fraction of a layer": (layers([2.9, "decoder", 8, 2], 1, 3), "routed layer is 2.9"),
     "a layer of another kind": (layers(*[[0, "sideways", 8, 2]] * 3), r"expected \[number, kind\]"),
     "too many layers": (layers(*range(1025)), "1024 layers at most"),
     "fewer experts in one layer": (layers(0, 1, [2, "decoder", 3, 2]), "decoder 2 has .*expected ids from 0 to 2"),
     "wider ids in one layer": (layers(0, 1, [2, "decoder", 257, 2]), "another size than its rows take"),
     "fewer picks in one layer": (layers(0, 1, [2, "decoder", 8, 1]), "another size than its rows take"),
-    "more picks than experts in one layer": (layers(0, 1, [2, "decoder", 1, 2]), "top_k of a layer is 2"),
-    "experts as text": (layers(*[[i, "decoder", "8", 2] for i in range(3)]), "num_experts is '8'"),
     "too many experts": (layers(*[[i, "decoder", 65_537, 2] for i in range(3)]), "num_experts is 65537"),
     "too many experts in all": (layers(*[[i, "decoder", 65_536, 2] for i in range(17)]), "17 layers of 65536 experts"),
     "a layer fewer": (layers(0, 1), "tables of frames have the shape"),
@@ -119,11 +105,8 @@ TENSORS = {
         "in chunks of 1 to 65536 rows",
     ),
     "a chunk that is too large": (setting(lengths=np.array([1 << 17]), chunk_rows=np.array([1 << 17])), "of 1 to"),
-    "a negative frame": (lambda there, tensors: tensors.update(frame_bytes=-tensors["frame_bytes"].astype(np.int64)),
-                         "are not sizes that add up to less than 2\\^63"),
     "frames that do not add up": (places("frame_bytes", 99), "bytes by their table"),
     "rows of another size": (places("content_bytes", 10), "another size than its rows take"),
-    "routes of another size": (places("content_bytes", 1, at=2), "another size than its rows take"),
     "frames that are cut": (lambda there, tensors: tensors.update(frames=tensors["frames"][:-1]), "are there"),
 }  # fmt: skip
 
@@ -151,7 +134,6 @@ CONTENTS = {
         holding(1, lambda content: np.tile(content.reshape(2, ROWS)[:1], (2, 1)).reshape(-1)),
         "an expert is picked twice",
     ),
-    "a longer frame": (holding(0, lambda content: np.append(content, 0)), "another size than its rows take"),
 }
 
 
@@ -225,21 +207,15 @@ def absent_in_one_layer(sizes, gaps):
 
 REFUSED = {
     "streams are no list": (metadata(streams="{}"), "expected a list of 16"),
-    "streams are no JSON": (metadata(streams="["), "is not JSON"),
     "too many streams": (metadata(streams="[" + "1," * 16 + "1]"), "expected a list of 16"),
     "a stream is no object": (metadata(streams="[3]"), "a stream is 3"),
     "another kind": (stream(kind="zip"), "expected a name of its own and the kind"),
     "another name": (stream(name="A"), "is named 'A'"),
-    "a name that is none": (stream(name=["x"]), "a stream"),
     "another fact": (stream(heads=3), "expected num_choices and layers"),
-    "no choices": (stream(num_choices=0), "num_choices is 0"),
-    "half a choice": (stream(num_choices=2.5), "num_choices is 2.5"),
     "a layer twice": (stream(layers=[[1, "decoder"]] * 2), "2 layers decide"),
-    "a layer without kind": (stream(layers=[[1]]), r"expected \[number, kind\]"),
     "the name of another": (stream(name="indexer"), "a name of its own"),
     "streams that have frames and are not named": (metadata(streams="[]"), "tables of frames have the shape"),
     "fewer choices": (stream(num_choices=3), "expected 0 to 2"),
-    "a size too many": (words(6, lambda sizes, gaps: sizes.__iadd__(1) is None), "ids by their sizes have"),
     "half a number": (holding(6, lambda content: content[:-1]), "expected 4 per number"),
     "fewer bytes than rows": (holding(6, lambda content: content[: ROWS * 4 - 4]), "expected 4 per number"),
     "an id twice": (words(6, doubled), "twice, or ids that do not ascend"),

@@ -6,7 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import foreroute as fr
-from foreroute.errors import SpecMismatchError, TraceContentError
+from foreroute.errors import TraceContentError
 from foreroute.trace import IndexerSpec
 from foreroute.trace.checks import as_offsets
 
@@ -70,22 +70,3 @@ def test_a_row_says_by_its_sets_where_it_may_stand(name):
     with pytest.raises(TraceContentError, match=r"belong.*another"):
         spec.check(stream, np.array([0, 7, 14]))  # of one sequence, and not of two
     spec.check(stream.without(np.arange(5, 9)), offsets)  # no choice is no wrong choice
-
-
-def test_choices_of_other_indexers_are_refused():
-    spec = SPECS["tokens"]
-    stream, _ = choices_of(spec, [14], np.random.default_rng(0))
-    offsets = np.array([0, 14])
-    with pytest.raises(SpecMismatchError, match=r"of 2 layers \[decoder 1, decoder 4\] .* expected 1 layers"):
-        IndexerSpec(3, LAYERS[:1]).check(stream, offsets)
-    for other in (IndexerSpec(4, LAYERS), IndexerSpec(3, LAYERS, unit=2), IndexerSpec(3, LAYERS, heads=2)):
-        with pytest.raises(TraceContentError, match=r"model.*indexers"):
-            other.check(stream, offsets)
-    twice = choices_of(SPECS["blocks of two heads"], [14], np.random.default_rng(0))[0]
-    one_head = np.where(twice.ids % 2 == 1, twice.ids - 1, twice.ids)
-    pairs = one_head.reshape(-1, 4)
-    pairs[:] = np.arange(4) * 2  # all of head 0, and within what the last rows see
-    with pytest.raises(TraceContentError):
-        SPECS["blocks of two heads"].check(
-            type(twice)(twice.num_choices, twice.valid_N, twice.offsets, pairs.reshape(-1), LAYERS), offsets
-        )
