@@ -33,14 +33,6 @@ def test_a_row_of_minus_one_is_absent_whatever_the_form(absent):
         assert np.array_equal(trace.expert_ids_NLK[trace.valid_N], np.delete(R.routes_RLK, absent, axis=0))
 
 
-def test_a_batch_may_have_minus_one_for_the_last_token_and_over_padding():
-    batch, zeros = wires.verl([R, R]), wires.verl([R, R])
-    routes = batch["routed_experts"].astype(np.int64)
-    routes[(routes == 0).all(axis=(2, 3))] = -1
-    batch["routed_experts"] = routes
-    assert decode(batch, model=R.spec).equals(decode(zeros, model=R.spec))
-
-
 MADE_UP = {
     "the first experts": np.tile(np.arange(3), (4, 1)),
     "the row before": R.routes_RLK[-1],

@@ -1,7 +1,5 @@
 """Every form, written byte for byte by code that knows nothing of the decoders, comes back as the known routes."""
 
-import io
-
 import numpy as np
 import pytest
 
@@ -70,14 +68,6 @@ def test_verl_batch_drops_padding_and_marks_zero_rows():
     assert trace.tokens(1).tolist() == b.tokens
     assert np.flatnonzero(~trace.valid_N).tolist() == [11, 12 + 9, 12 + 10, 12 + 11]
     assert trace.select([0]).equals(known(a))
-
-
-def test_numpy_writes_the_header_that_is_read():
-    r = wires.rollout(RNG)
-    for array in (r.all_layers().astype(np.uint8), np.asfortranarray(r.all_layers().astype(np.uint16))):
-        file = io.BytesIO()
-        np.save(file, array, allow_pickle=False)
-        assert decode(file.getvalue(), model=r.spec, token_ids=r.tokens).equals(known(r))
 
 
 def test_every_choice_and_every_output_is_a_sequence():

@@ -101,10 +101,3 @@ def test_what_cannot_be_a_generation_is_refused(generation, name, change, words)
     given |= {"logprobs_R": generation.logprobs_R, "sampled_N": generation.sampled_N}
     with pytest.raises(TraceContentError, match=words):
         Generation(**given | {name: change(given[name])})
-
-
-@pytest.mark.parametrize("make", [list, lambda each: each.astype(np.uint8)])
-def test_prompt_lengths_of_any_kind_become_an_array_and_rounded_log_probs_are_taken(generation, make):
-    made = Generation(generation.trace, make(generation.prompt_lengths), np.full_like(generation.logprobs_R, 5e-4))
-    assert made.prompt_lengths.dtype == np.int64
-    assert made.select([1, 0]).prompt_lengths.tolist() == generation.prompt_lengths[[1, 0]].tolist()

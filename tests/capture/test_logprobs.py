@@ -48,12 +48,6 @@ def test_every_form_gives_the_same_generation(form):
     assert generation.prompt_lengths.tolist() == [4]
 
 
-def test_several_choices_are_joined_in_order():
-    second = CHOICE | {"logprobs": {"token_logprobs": [-3.0, -4.0, -5.0]}}
-    answer = {"choices": [CHOICE | {"logprobs": {"token_logprobs": LOGPROBS}}, second]}
-    assert decode_generation(answer, model=R.spec).logprobs_R.tolist() == [*LOGPROBS, -3.0, -4.0, -5.0]
-
-
 @pytest.mark.parametrize(
     ("answer", "seen"),
     [

@@ -57,13 +57,6 @@ def test_zeros_elsewhere_and_a_row_of_them_are_refused():
         decode(rows, model=SPEC, token_ids=R.tokens)
 
 
-def test_with_one_pick_zeros_are_experts():
-    spec = fr.RoutingSpec(16, 1, LAYERS)
-    rows = wires.rollout(RNG, top_k=1, layers=5, dense=0).routes_RLK
-    rows[:, 0] = 0
-    assert decode(rows, model=spec, token_ids=R.tokens).spec == spec
-
-
 def test_sequences_with_them_and_without_are_joined_on_the_other_layers():
     other = rollout(prompt=3, response=4)
     full, cut = (decode(each.routes_RLK, model=SPEC, token_ids=R.tokens) for each in (R, without(R)))

@@ -15,7 +15,6 @@ import pytest
 
 import foreroute as fr
 from foreroute.capture import decode
-from foreroute.errors import CaptureError
 from tests import wires
 
 torch = pytest.importorskip("torch")
@@ -113,25 +112,6 @@ def test_ms_swifts_table():
     made = code("swift", "infer_engine/protocol.py", "serialize_ndarray")(R.routes_RLK.astype(np.uint8))
     assert made["__ndarray__"]
     assert decode(made, model=SPEC, token_ids=R.tokens).equals(KNOWN.select([0]))
-
-
-def test_areals_rows():
-    """1.0.4: flat. Those of a rollout that was interrupted have the prompt's twice, and are refused."""
-    b64 = SimpleNamespace(b64decode=base64.b64decode)
-    space = {"pybase64": b64, "HttpGenerationResult": SimpleNamespace}
-    parse = code("areal", "engine/sglang_remote.py", "parse_generation_response", **space)
-
-    def answer(rows, prompt, response):
-        meta = {"routed_experts": base64.b64encode(rows.astype("<i4").tobytes()).decode()}
-        meta |= {"prompt_tokens": len(prompt), "completion_tokens": len(response), "finish_reason": {"type": "stop"}}
-        return parse(None, {"meta_info": meta | {"output_token_logprobs": [[-0.5, token, None] for token in response]}})
-
-    rows = answer(R.routes_RLK, R.prompt, R.response).routed_experts
-    assert rows.ndim == 2
-    assert decode(rows, model=SPEC, token_ids=R.tokens).equals(KNOWN.select([0]))
-    first = answer(R.routes_RLK[:-1], R.prompt, R.response[:-1]).routed_experts
-    with pytest.raises(CaptureError, match="too many"):
-        decode(np.concatenate([first, rows]), model=SPEC, token_ids=R.tokens)
 
 
 def test_verls_sequence():

@@ -129,30 +129,6 @@ def test_a_packed_batch_is_cut_by_its_positions():
     assert not behind.select([3]).valid_N.any()
 
 
-def test_rows_of_padding_hold_no_routes_whatever_stands_for_none():
-    """Zeros, or -1: of a mask that counts it, and of packed rows whose positions start anew in it."""
-    lengths = [len(r.tokens) for r in ALL]
-    for none in (0, -1):
-        masked = skyrl(ALL, "int64")
-        del masked["rewards"]
-        masked = {name: torch.cat([values, torch.ones_like(values[:, :2])], 1) for name, values in masked.items()}
-        masked["rollout_expert_indices"][:, -2:] = none
-        assert decode(masked | {"seq_lens": lengths}, model=R.spec).equals(fr.concatenate(KNOWN))
-        for starts in (np.zeros(5, int), np.arange(5)):
-            rows = [packed(ALL, padding=5), packed(ALL[::-1], padding=5)]
-            for row in rows:
-                row["routed_experts"][0, -5:] = none
-                row["position_ids"][0, -5:] = torch.from_numpy(starts)
-            batch = {name: torch.cat([row[name] for row in rows]) for name in rows[0]}
-            found = decode(batch | {"seq_lens": lengths + lengths[::-1]}, model=R.spec)
-            assert found.equals(fr.concatenate([*KNOWN, *KNOWN[::-1]]))
-        batch["position_ids"][:, -5:] = 0  # the first of them a sequence, and four of padding
-        found = decode(batch | {"seq_lens": [*lengths, 1, *lengths[::-1], 1]}, model=R.spec)
-        assert found.lengths.tolist() == [*lengths, 1, *lengths[::-1], 1]
-        with pytest.raises(CaptureError, match=r"seq_lens are .*at least|routes outside"):
-            decode(batch | {"seq_lens": lengths + lengths}, model=R.spec)
-
-
 def test_lengths_that_are_not_those_of_a_packed_batch_are_refused():
     batch, lengths = packed(ALL, padding=2), [len(r.tokens) for r in ALL]
     for wrong in (lengths[::-1], [*lengths, 3], lengths + lengths, [[7]], [n + 1 for n in lengths], [-7, 3, 11]):

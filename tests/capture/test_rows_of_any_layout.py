@@ -98,22 +98,6 @@ def test_each_pair_and_each_place_of_eight_picks_is_looked_at(experts):
 
 
 R = wires.rollout(np.random.default_rng(12), experts=128)
-DOORS = {
-    "decode": lambda rows: decode(rows, model=R.spec, token_ids=R.tokens),
-    "answer": lambda rows: decode(wires.vllm_answer(R, routed_experts=rows[:-1]), model=R.spec),
-    "from_sequences": lambda rows: fr.RoutingTrace.from_sequences(R.spec, [R.tokens], [rows]),
-    "from_padded": lambda rows: fr.RoutingTrace.from_padded(R.spec, np.array([R.tokens]), rows[None]),
-}
-
-
-@pytest.mark.parametrize("door", DOORS)
-@pytest.mark.parametrize("dtype", TYPES, ids=str)
-def test_routes_of_any_integer_type_of_numpy_and_torch_are_read(door, dtype):
-    """The last row is -1, as a type without a sign has it."""
-    known = fr.RoutingTrace.from_sequences(R.spec, [R.tokens], [R.routes_RLK])
-    rows = np.concatenate([R.routes_RLK, np.full((1, 4, 3), -1)]).astype(dtype)
-    assert DOORS[door](rows).equals(known)
-    assert DOORS[door](torch.from_numpy(rows)).equals(known)
 
 
 @pytest.mark.parametrize("dtype", [np.uint8, np.uint16])

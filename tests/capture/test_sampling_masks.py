@@ -103,14 +103,6 @@ def test_masks_that_cannot_be_are_refused(form, broken):
         decode(form(R, change(sets_for(R.response))), **MODEL)
 
 
-def test_masks_of_some_sequences_or_of_no_vocabulary_are_refused():
-    sets = sets_for(R.response)
-    with pytest.raises(CaptureError, match=r"vocabulary.*known"):
-        decode(vllm(R, sets), model=R.spec)
-    with pytest.raises(CaptureError, match=r"sequence 1.*sampling"):
-        decode([vllm(R, sets), wires.vllm_narrow(R)], **MODEL)
-
-
 @pytest.mark.parametrize("others", [0, 1])
 def test_a_response_without_a_prompt_has_no_row_for_its_first_mask(others):
     """The row before its first token would be the last of another sequence."""

@@ -1,7 +1,6 @@
 """Spans of weights in answers: the row that produced a token is of the weights that the engine names for it."""
 
 from itertools import pairwise
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -30,13 +29,6 @@ def test_each_row_has_the_weights_of_the_token_that_it_produced(bounds, start):
     # position p produced generated token p - 3; the prompt's other rows are not stated, and the last is absent
     expected = [of_token[p - 3] if p >= 3 and p >= start else NO_VERSION for p in range(9)] + [NO_VERSION]
     assert trace.weight_versions_N.tolist() == expected
-
-
-def test_spans_of_an_answer_in_process_and_of_several_choices():
-    output = wires.vllm_narrow(R)
-    output.outputs[0].weight_versions = [SimpleNamespace(version="step-7", start=0, end=6)]
-    trace = decode([output, output], model=R.spec, weight_version=lambda name: int(name.removeprefix("step-")))
-    assert trace.weight_versions_N.reshape(2, -1).tolist() == [[-1] * 3 + [7] * 6 + [-1]] * 2
 
 
 def test_spans_of_an_answer_of_sglang():

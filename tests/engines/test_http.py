@@ -1,6 +1,5 @@
 """JSON over HTTP: answers are bounded in size and time, and come from the address that was named."""
 
-import asyncio
 import gzip
 import socket
 import subprocess
@@ -67,19 +66,6 @@ def test_what_drips_for_ever_ends_in_time(name):
     with dripping(*DRIPS[name]) as url, ending_in_time():
         address = url.replace("http", "https") if name == "a handshake" else url
         Client(address, timeout_s=0.3, what="the server").get("/x")
-
-
-def test_addresses_that_cannot_be_reached_share_the_time(monkeypatch):
-    with socket.socket() as full, socket.socket() as first, socket.socket() as second:
-        full.bind(("127.0.0.1", 0))
-        full.listen(0)
-        for waiting in (first, second):  # fill its queue, so that further connections are not answered
-            waiting.setblocking(False)
-            waiting.connect_ex(full.getsockname())
-        found = socket.getaddrinfo(*full.getsockname(), type=socket.SOCK_STREAM)
-        monkeypatch.setattr(socket, "getaddrinfo", lambda *_, **__: found * 4)
-        with ending_in_time(within_s=0.8):
-            Client(f"http://127.0.0.1:{full.getsockname()[1]}", timeout_s=0.3, what="the server").get("/x")
 
 
 @grid("status", [301, 302, 303, 307, 308], quick=2)
@@ -166,14 +152,6 @@ def test_answers_come_in_the_order_of_their_requests_and_one_that_fails_calls_th
         with pytest.raises(EngineError, match=r"refused.*status 500"):
             client.ask("/x", [{"n": 9}, *({"n": 0} for _ in range(40))], most_bytes=100)
         assert len(server.asked) < 20
-
-
-def test_a_caller_may_run_a_loop_of_its_own():
-    async def ask(url):
-        return Client(url, timeout_s=5, what="the server").get("/x").value
-
-    with serving(lambda *_: (200, [1])) as server:
-        assert asyncio.run(ask(server.url)) == [1]
 
 
 @pytest.mark.parametrize("text", [b"{", b"[" * 100_000, b"\xff\xfe", b"9" * 10_000, b"<html>" * 1000])

@@ -86,15 +86,6 @@ def test_a_part_of_a_tensor_is_read_and_nothing_else(tmp_path, as_source):
                 file.read("a", start, stop)
 
 
-def test_what_the_system_cannot_read_is_the_callers_error():
-    class Broken(BytesIO):
-        def readinto(self, buffer):
-            raise OSError(5, "Input/output error")
-
-    with pytest.raises(InputError, match="output error"):
-        TensorFile(Broken(tensors_to_bytes({}, TENSORS)), InputError, name="what was sent")
-
-
 @pytest.mark.parametrize(
     "header",
     [
@@ -146,20 +137,11 @@ def test_the_checksum_is_what_its_page_says():
     assert checksum(metadata, tensors) == blake2b(hashed, digest_size=16).hexdigest()
 
 
-@given(SOME_TENSORS, st.dictionaries(TEXTS, TEXTS, max_size=3))
-def test_the_checksum_differs_where_the_content_does(tensors, metadata):
-    stated = checksum(metadata, tensors)
-    changes = [({**metadata, "new": "x"}, tensors), (metadata, {**tensors, "new": np.zeros(0)})]
-    for key, value in metadata.items():
-        changes += [
-            ({**metadata, key: value + "x"}, tensors),
-            ({k: v for k, v in metadata.items() if k != key}, tensors),
-        ]
-    for name, tensor in tensors.items():
-        changes += [(metadata, {**tensors, name: tensor[None]})]
-        if tensor.size:
-            other = tensor.copy()
-            other.reshape(-1).view(np.uint8)[-1] ^= 1
-            changes += [(metadata, {**tensors, name: other})]
-    for changed in changes:
-        assert checksum(*changed) != stated or changed == (metadata, tensors)
+def test_the_checksum_differs_where_the_content_does():
+    metadata, tensors = {"a": "b", "c": ""}, TENSORS
+    stated, other = checksum(metadata, tensors), tensors["a"].copy()
+    other[-1, -1] ^= 1
+    changes = [{**metadata, "a": "bx"}, {"a": "b"}, {"ab": "", "c": ""}, {**metadata, "new": "x"}]
+    columns = [{**tensors, "a": other}, {**tensors, "a": tensors["a"].T}, {**tensors, "new": np.zeros(0)}]
+    found = [checksum(each, tensors) for each in changes] + [checksum(metadata, each) for each in columns]
+    assert len({stated, *found}) == 1 + len(found)

@@ -116,18 +116,6 @@ def test_several_writers_that_replace_one_file_leave_a_whole_one_and_nothing_els
     assert [path.name for path in tmp_path.iterdir()] == ["t"]
 
 
-def test_a_writer_at_work_is_not_disturbed_by_another(tmp_path, temporary):
-    target = tmp_path / "t"
-
-    def write_meanwhile(file):
-        file.write(b"first")
-        write_atomically(target, b"second")
-
-    write_atomically(target, write_meanwhile)
-    assert target.read_bytes() == b"first"
-    assert [p.name for p in tmp_path.iterdir()] == ["t"]
-
-
 def test_folders_fifos_and_devices_are_never_replaced(tmp_path, temporary):
     fifo = tmp_path / "fifo"
     os.mkfifo(fifo)
@@ -137,14 +125,6 @@ def test_folders_fifos_and_devices_are_never_replaced(tmp_path, temporary):
         with pytest.raises(InputError, match=r"nothing.*changed"), writing_named(target, InputError):
             write_atomically(target, b"new")
         assert stat.S_IFMT(os.stat(target).st_mode) == stat.S_IFMT(before)
-
-
-def test_a_link_is_followed(tmp_path, temporary):
-    (tmp_path / "real").write_bytes(b"old")
-    (tmp_path / "link").symlink_to("real")
-    write_atomically(tmp_path / "link", b"new")
-    assert (tmp_path / "link").is_symlink()
-    assert (tmp_path / "real").read_bytes() == b"new"
 
 
 @pytest.mark.parametrize("name", ["file/below", "x" * 300, "/proc/x", "a\0b", "\ud800", "folder\0/t"])

@@ -141,16 +141,6 @@ def test_places_keep_their_budgets_and_the_certificate_says_what_they_hold(
     assert np.array_equal(again.rank_S, packed.rank_S)
 
 
-def test_without_counts_nothing_is_exchanged():
-    lengths, counts = drawn(0, 30)
-    by_length = pack_sequences(lengths, 2, 60)
-    assert by_length.certificate is None
-    level = pack_sequences(lengths, 2, 60, counts=np.zeros_like(counts))
-    assert np.array_equal(level.micro_step_S, by_length.micro_step_S)
-    assert np.array_equal(level.rank_S, by_length.rank_S)
-    assert (level.certificate.bound, level.certificate.over_bound) == (0, 1.0)
-
-
 @pytest.mark.parametrize(
     ("change", "error", "message"),
     [
@@ -244,18 +234,6 @@ def test_a_few_sequences_are_exchanged_as_well_as_can_be(seed, padded):
     )
     found = exchange_sequences(before, lengths, counts, homes=homes, padded=padded, token_budget=budget).certificate
     assert found.bound <= least <= found.slowest <= 1.02 * least
-
-
-def test_whole_micro_batches_are_exchanged_where_sequences_have_no_room():
-    """Two kinds of two lengths, and padding that leaves no room: what meets is a choice of micro-batches alone."""
-    lengths, kind_S = np.array([12, 6, 6] * 2), [0, 1, 1, 1, 0, 0]
-    counts = np.zeros((6, 1, 2), int)
-    counts[range(6), 0, kind_S] = lengths
-    # in each micro-step all tokens want one expert
-    before = Packing(np.array([0, 1, 1, 1, 0, 0], np.int32), np.repeat([0, 1], 3).astype(np.int32), 2, 2)
-    after = exchange_sequences(before, lengths, counts, padded=True)
-    assert (after.certificate.by_length, after.certificate.slowest, after.certificate.bound) == (48, 24, 24)
-    assert after.micro_step_S.tolist() in ([0, 1, 1, 0, 1, 1], [1, 0, 0, 1, 0, 0])
 
 
 @pytest.mark.parametrize(

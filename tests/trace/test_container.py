@@ -10,7 +10,6 @@ from foreroute.capture import Generation, load_generation, save_generation
 from foreroute.errors import SpecMismatchError, TraceContentError
 from foreroute.trace import NO_VERSION, SAMPLING, DecisionStream, IndexerSpec, digest
 from foreroute.trace.checks import check_rows
-from foreroute.trace.operations import count_assignments
 from tests.traces import random_trace, spec_of
 
 SPEC = spec_of(num_experts=4, top_k=2, num_layers=1)
@@ -74,16 +73,6 @@ def test_facts_of_joined_traces_do_not_grow_with_every_join():
         stepwise = fr.concatenate([stepwise, trace])
     for once in (stepwise, fr.concatenate(many)):
         assert once.provenance["step"] == " | ".join([*map(str, range(16)), "…"])
-
-
-def test_counting_needs_whole_micro_steps_and_ids_that_experts_have():
-    trace = random_trace(0)
-    for wrong in (np.full(len(trace), 0.5), np.full(len(trace), -1), np.zeros(len(trace) + 1, int)):
-        with pytest.raises(TraceContentError, match="micro-step"):
-            count_assignments(trace, wrong)
-    trace.expert_ids_NLK[np.flatnonzero(trace.valid_N)[-1], 0, 0] = trace.spec.num_experts
-    with pytest.raises(TraceContentError, match=f"expert ids.*{trace.spec.num_experts}"):
-        count_assignments(trace, np.zeros(len(trace), int))
 
 
 @pytest.mark.parametrize(

@@ -1,6 +1,5 @@
 """Traces on disk: what comes back, in whole and in part, what is read for it, and what is not accepted."""
 
-import tracemalloc
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -152,20 +151,3 @@ def test_a_groups_prompt_is_found_again(monkeypatch):
     monkeypatch.setattr("foreroute.trace.file.CHUNK_ROWS", 300)
     assert cut_chunks(shared).tolist() == [1600, 1600]
     assert cut_chunks(prompts.continued_by(responses)).max() <= 300
-
-
-def test_rows_of_much_memory_are_read_in_small_chunks(monkeypatch):
-    """Choices of indexers are thousands of ids for each row and layer."""
-    rows, size = 400, 1000
-    ids = np.tile(np.arange(size, dtype=np.int32), rows)
-    stream = fr.trace.DecisionStream.from_sets(2 * size, np.ones(rows, bool), np.full(rows, size), ids)
-    trace = fr.RoutingTrace.unrouted(spec_of(), [np.zeros(rows, int)]).with_stream("other", stream)
-    monkeypatch.setattr("foreroute.trace.file.CHUNK_MEMORY", 50 * 4 * size)
-    assert 40 <= cut_chunks(trace).min() <= cut_chunks(trace).max() <= 50
-    content = CountedBytes(bytes_of(trace))
-    assert fr.load(content).equals(trace.without_pick_order())
-    tracemalloc.start()
-    read = fr.load(content)
-    peak = tracemalloc.get_traced_memory()[1]
-    tracemalloc.stop()
-    assert peak < 3 * read.streams["other"].ids.nbytes

@@ -11,7 +11,6 @@ import pytest
 
 import foreroute as fr
 from foreroute.errors import SpecMismatchError, TraceContentError, TraceFileError
-from foreroute.files.container import TensorFile
 from foreroute.files.regular import BUFFER_BYTES
 from foreroute.testing.routes import synthetic_trace
 from foreroute.trace import load_parts, save_part
@@ -71,26 +70,6 @@ def test_every_rank_reads_its_rows_and_layers(step):
     assert (len(nothing), nothing.spec) == (0, traces[0].spec)
 
 
-def test_a_prompt_and_a_short_sequence_do_not_bring_others_with_them():
-    """A sequence of 256 rows is read alone, whatever the next begins with; shorter ones lie together."""
-    group = synthetic_trace(spec_of(), [300, 256, 9, 9, 300, 4], seed=0).without_pick_order()
-    for first, after in ((0, 1), (4, 5)):
-        tokens = group.token_ids_N
-        tokens[group.offsets[after] :][:4] = tokens[group.offsets[first] :][:4]
-    save_part(group, "memory://chunks", 0, 1)
-    part = fr.load(only_file("memory://chunks"))
-    assert part.equals(group)
-    with TensorFile(only_file("memory://chunks"), TraceFileError) as file:
-        assert file.read("chunk_rows").tolist() == [300, 256, 318, 4]
-        assert file.tensors["frame_bytes"].dtype == file.tensors["content_bytes"].dtype == np.uint16
-
-
-def only_file(folder):
-    """The only file of a folder in memory."""
-    (name,) = MemoryFileSystem().ls(folder, detail=False)
-    return f"memory:/{name}"
-
-
 def wide_trace():
     """Sequences whose frames are larger than what is read ahead."""
     spec, lengths = spec_of(num_experts=128, top_k=8, num_layers=40), [500] * 6
@@ -136,22 +115,6 @@ def test_a_reader_waits_for_writers_who_share_nothing(step, monkeypatch):
     for thread in (*writers, reader):
         thread.join(60)
     assert read[0].equals(fr.concatenate(traces).without_pick_order().select([10, 0]))
-
-
-def test_a_store_that_refuses_leaves_what_was_there(monkeypatch):
-    trace, place = random_trace(0), "memory://full/trace"
-    fr.save(trace, place)
-
-    def refused(*_, **__):
-        raise PermissionError("no")
-
-    for what in ("mv", "open"):
-        with monkeypatch.context() as patch:
-            patch.setattr(MemoryFileSystem, what, refused)
-            with pytest.raises(TraceFileError, match="written"):
-                fr.save(random_trace(1), place, overwrite=True)
-    assert list(MemoryFileSystem.store) == ["/full/trace"]
-    assert fr.load(place).equals(trace.without_pick_order())
 
 
 def part(number, of, count):

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 import foreroute as fr
 from foreroute import layout, plan
 from foreroute.errors import SpecMismatchError, TraceContentError
-from foreroute.trace import digest, extended
+from foreroute.trace import extended
 from foreroute.trace.operations import count_assignments, overlap
 from tests.traces import picks_of, uneven_trace
 
@@ -112,16 +112,6 @@ def test_routes_come_in_with_minus_one_behind_the_picks_in_types_without_a_sign_
 def test_routes_that_cannot_be_are_refused_by_the_sizes_of_their_layer(row, message):
     with pytest.raises(TraceContentError, match=message):
         trace_of(ROW, row)
-
-
-def test_other_sizes_are_another_model():
-    layers = SPEC.layers
-    other = fr.RoutingSpec.of_sizes(layers, [(8, 2), (8, 3), (6, 1)])
-    with pytest.raises(SpecMismatchError, match=r"experts.*layers.*1.*3.*6.*8"):
-        SPEC.require_same(other, what="the trace")
-    even = fr.RoutingSpec(8, 3, layers)
-    ids = np.array([[[0, 2, 3], [5, 0, 3], [5, 1, 2]]])
-    assert digest(trace_of(*ids, spec=even)) != digest(trace_of(np.where(SPEC.is_pick_LK, ids, -1)[0]))
 
 
 @pytest.mark.parametrize(

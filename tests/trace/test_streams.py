@@ -1,7 +1,5 @@
 """Rows, and decisions beside the routes: cut, joined and read with them, against plain Python lists."""
 
-import tracemalloc
-
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -129,17 +127,3 @@ def test_the_digest_of_a_trace_depends_on_every_stream():
     assert len({digest(part) for part in parts}) == 5
     assert not trace.equals(other)
     assert not trace.equals(trace.without_streams("indexer"))
-
-
-def test_many_ids_are_taken_with_little_memory_beside_them():
-    """Choices of indexers are thousands of ids for each row and layer: an index of 8 bytes for each is too much."""
-    rows, size = 2000, 2000
-    ids = np.tile(np.arange(size, dtype=np.int32), rows)
-    stream = DecisionStream.from_sets(2 * size, np.ones(rows, bool), np.full(rows, size), ids)
-    reversed_rows = np.arange(rows)[::-1]
-    tracemalloc.start()
-    made = stream.take(reversed_rows)
-    peak = tracemalloc.get_traced_memory()[1]
-    tracemalloc.stop()
-    assert made.ids.size == ids.size
-    assert peak < 1.7 * ids.nbytes

@@ -91,26 +91,6 @@ def wait_until_it_runs(engine, within_s=60):
         time.sleep(0.05)
 
 
-@pytest.mark.slow
-def test_a_request_that_is_interrupted_leaves_the_engine_usable(routed, started):
-    """A real signal, while the answer is waited for: the connection is closed, and the next answer is of the next."""
-
-    def interrupt(*_):
-        raise KeyboardInterrupt
-
-    engine = loaded(started("slow"), routed)
-    before = signal.signal(signal.SIGALRM, interrupt)
-    try:
-        signal.setitimer(signal.ITIMER_REAL, 0.5)
-        with pytest.raises(KeyboardInterrupt):
-            engine.generate(prompts(4), SAMPLING, seeded())
-    finally:
-        signal.setitimer(signal.ITIMER_REAL, 0)
-        signal.signal(signal.SIGALRM, before)
-    engine._client.post("/abort_requests", {})
-    assert len(engine.generate(prompts(4, 7), SAMPLING, seeded())) == 2
-
-
 def test_what_a_release_needs_on_a_machine():
     cases = {
         ("0.28.1", True): ["--enforce-eager", "--no-enable-chunked-prefill"],

@@ -81,14 +81,6 @@ def test_an_engine_samples_without_a_model_of_transformers_and_its_server_ends_w
 SPEC = RoutingSpec(16, 4, (RoutedLayer(1),))
 
 
-def test_a_decoder_within_is_the_one_that_counts(tmp_path):
-    text = {"vocab_size": 64, "max_position_embeddings": 128}
-    for config in ({"text_config": text, "vocab_size": 9}, {"thinker_config": {"text_config": text}}):
-        (tmp_path / "config.json").write_text(json.dumps(config))
-        model = ServedModel.at(tmp_path, spec=SPEC)
-        assert (model.vocabulary_size, model.max_positions) == (64, 128)
-
-
 @pytest.mark.parametrize("spec", [None, SPEC], ids=["by transformers", "stated"])
 @pytest.mark.parametrize(
     ("text", "said"),
@@ -144,15 +136,3 @@ def test_the_first_weights_are_those_of_the_source_and_are_not_copied(folder, tm
     (folder / "model.safetensors").write_bytes(b"\xff" * 64)
     with pytest.raises(ConfigError, match=r"read.*weights"):
         FolderWriter(folder)
-
-
-def test_weights_beside_an_index_are_not_those_of_the_checkpoint(folder, tmp_path, monkeypatch):
-    """Some checkpoints hold their weights twice: in shards, and in one file under names of another library."""
-    monkeypatch.setattr(checkpoints, "SHARD_BYTES", 1 << 16)
-    weights = tensors(folder)
-    source = FolderWriter(folder).write(tmp_path / "shards", weights)
-    save_file({"layers.0.w1": torch.ones(1)}, source / "consolidated.safetensors")
-    assert tensors(FolderWriter(source).write(tmp_path / "new", weights)).keys() == weights.keys()
-    linked = FolderWriter(source).write(tmp_path / "first")
-    assert (linked / "model.safetensors.index.json").is_symlink()
-    assert tensors(linked).keys() == weights.keys()
