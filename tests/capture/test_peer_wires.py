@@ -26,9 +26,6 @@ def read(output, number=0, **given):
     return decode(output, model=R.spec, token_ids=[TOKENS[number]], **given)
 
 
-TYPES = ("uint8", "int16", "uint16", "int32", "int64", "uint64")
-
-
 def in_bytes(rows, write=bytes):
     return table(rows) | {"data": write(rows.tobytes())}
 
@@ -38,7 +35,7 @@ ROUTES = {
     "flat": lambda rows: rows.reshape(len(rows), -1),
     "table of bytes": in_bytes,
     "table of base64 in a view": lambda rows: in_bytes(rows, lambda data: memoryview(base64.b64encode(data))),
-    **{f"table of {dtype}": lambda rows, dtype=dtype: table(rows.astype(dtype), __ndarray__=True) for dtype in TYPES},
+    "table of uint16": lambda rows: table(rows.astype(np.uint16), __ndarray__=True),
 }
 """AReaL's rows are flat; ms-swift's server marks its tables; verifiers' and renderers' have bytes."""
 
@@ -58,14 +55,9 @@ def test_routes_are_read_alone_in_a_list_as_text_and_inside_an_answer(form):
 
 def test_a_table_may_state_where_it_starts():
     """prime-rl's and dynamo's do."""
-    late, expected = table(R.routes_RLK[2:], start=2), read(R.routes_RLK[2:], start=2)
-    answer = wires.vllm_answer(R, routed_experts=late)
-    for output in (late, answer):
-        assert read(output).equals(expected)
-        assert read(output, start=2).equals(expected)
-    assert read(table(R.routes_RLK, start=0)).equals(KNOWN[0])
-    several = [late, table(SHORT.routes_RLK, start=0)]
-    assert decode(several, model=R.spec, token_ids=TOKENS[:2]).equals(fr.concatenate([expected, KNOWN[1]]))
+    several = [table(R.routes_RLK[2:], start=2), table(SHORT.routes_RLK, start=0)]
+    expected = [read(R.routes_RLK[2:], start=2), KNOWN[1]]
+    assert decode(several, model=R.spec, token_ids=TOKENS[:2]).equals(fr.concatenate(expected))
 
 
 def test_branches_of_verifiers_have_a_row_for_each_token():

@@ -77,15 +77,3 @@ def test_a_full_disk_is_one_error_and_leaves_no_half_checkpoint(tmp_path):
     with pytest.raises(ConfigError, match=r"written.*space"):
         folder.put({})
     assert contents(tmp_path) == [SUBFOLDER]
-
-
-def test_a_place_that_is_no_folder_is_one_error(tmp_path):
-    (tmp_path / "file").write_text("mine")
-    for path in (tmp_path / "file", tmp_path / "file" / "below", tmp_path / ("x" * 300)):
-        with pytest.raises(ConfigError, match="written"):
-            WeightsFolder(path, ModelWriter(Model()))
-    assert (tmp_path / "file").read_text() == "mine"
-    (tmp_path / "mine").mkdir()
-    (tmp_path / SUBFOLDER).symlink_to(tmp_path / "mine")
-    with pytest.raises(ConfigError, match="written"):
-        WeightsFolder(tmp_path, ModelWriter(Model()))

@@ -174,11 +174,12 @@ def test_cuts_ask_for_masks_and_every_request_of_such_a_server_has_a_bound(route
     ("changes", "said"),
     [
         ({INFO: (404, b"Not Found")}, "VLLM_SERVER_DEV_MODE=1"),
+        ({INFO: []}, "lacks or garbles"),
+        ({"/weight_info": {"weight_version": None}}, "lacks or garbles"),
         ({GENERATE: (404, b"Not Found")}, "--enable-scale-out"),
         ({"/version": {"version": "0.27.3"}}, r"vLLM 0\.27\.3 does not work"),
         ({"/collective_rpc": {"results": ["/elsewhere"]}}, r"workers loaded \['/elsewhere'\]"),
         ({"/reset_prefix_cache": {"success": False}}, "could not reset its prefix cache"),
-        ({"/collective_rpc": (500, b"no such method")}, "refused with status 500: no such method"),
     ],
 )
 def test_what_the_server_fails_at_is_reported(routed, tmp_path, changes, said):
@@ -186,20 +187,15 @@ def test_what_the_server_fails_at_is_reported(routed, tmp_path, changes, said):
         engine_at(server, routed, tmp_path, version=0).generate([PROMPT], SAMPLED, seeded())
 
 
-OTHER = [
-    *((200, b""), (500, b"broken"), [], {}, "text", 3, True, None, {"success": False, "results": []}),
-    *({"data": []}, {"data": [{"id": 3}]}, {"version": 30}, {"results": [None]}, {"vllm_config": {"model_config": []}}),
-    *({"choices": {}}, {"choices": [3]}, {"weight_version": None}),
-]
+OTHER = [(200, b""), (500, b"broken"), [], {}, True, None, {"success": False, "results": []}, {"results": [None]}]
 
 
-@grid("path", ["/pause?mode=wait", "/collective_rpc", "/reset_prefix_cache", "/update_weight_version"], quick=1)
+@grid("path", ["/collective_rpc", "/update_weight_version"], quick=1)
 def test_a_server_is_never_left_paused_and_samples_nothing_with_weights_half_loaded(routed, tmp_path, path):
-    only_status = path in ("/pause?mode=wait", "/update_weight_version")
     answer = Server()
     with serving(answer) as server:
         engine = engine_at(server, routed, tmp_path)
-        for value in OTHER[1:2] if only_status else OTHER:
+        for value in OTHER[1:2] if path == "/update_weight_version" else OTHER:
             answer.answers[path] = value
             server.asked.clear()
             with pytest.raises(EngineError) as caught:
@@ -215,7 +211,6 @@ def test_a_server_is_never_left_paused_and_samples_nothing_with_weights_half_loa
 SHORTER = payload(DATA / "completion_one_token.json")["response"]["choices"][0]["routed_experts"]
 LIES = {
     "no choice": (lambda choices: choices.clear(), "0 responses, asked for 1"),
-    "a choice too many": (lambda choices: choices.append(choices[0] | {"index": 1}), "2 responses, asked for 1"),
     "index 1 alone": (lambda choices: choices[0].update(index=1), "numbered its one response 1"),
     "a token of text": (lambda choices: choices[0]["logprobs"]["content"][1].update(token="cat"), "list of integers"),
     "routes of another sequence": (lambda choices: choices[0].update(routed_experts=SHORTER), "rows"),
@@ -252,12 +247,14 @@ def settings_031():
         ("0.31.0", "cache_config.enable_prefix_caching", False, "--enable-prefix-caching"),
         ("0.32.0", "parallel_config.pipeline_parallel_size", 2, "--pipeline-parallel-size 1"),
         ("0.32.0", "kv_transfer_config", {"kv_connector": "OffloadingConnector"}, None),
-        *(
-            ("0.32.0", "kv_transfer_config", {"kv_connector": name}, f"another KV connector than '{name}'")
-            for name in ("NixlConnector", "NixlPullConnector", "MoRIIOConnector", "MooncakeConnector")
+        (
+            "0.32.0",
+            "kv_transfer_config",
+            {"kv_connector": "NixlConnector"},
+            "another KV connector than 'NixlConnector'",
         ),
     ],
-    quick=5,
+    quick=3,
 )
 def test_a_server_started_without_what_replay_needs_is_refused(routed, tmp_path, version, path, value, said):
     settings = copy.deepcopy(SETTINGS) if version == "0.30.0" else settings_031()

@@ -81,24 +81,6 @@ def test_an_engine_samples_without_a_model_of_transformers_and_its_server_ends_w
 SPEC = RoutingSpec(16, 4, (RoutedLayer(1),))
 
 
-@pytest.mark.parametrize("spec", [None, SPEC], ids=["by transformers", "stated"])
-@pytest.mark.parametrize(
-    ("text", "said"),
-    [
-        (None, "does not exist|No such file"),
-        ("{", "is not JSON"),
-        ("[]", "holds list, not an object"),
-        ('{"model_type": "qwen3_moe", "vocab_size": "64"}', "vocab_size"),
-    ],
-)
-def test_a_configuration_that_cannot_be_read_is_named(tmp_path, text, said, spec):
-    if text is not None:
-        (tmp_path / "config.json").write_text(text)
-    with pytest.raises(ConfigError, match=said) as caught:
-        ServedModel.at(tmp_path, spec=spec)
-    assert str(tmp_path / "config.json") in str(caught.value) or "vocab_size of the configuration" in str(caught.value)
-
-
 def test_many_weights_are_split_into_shards_that_transformers_reads(routed, folder, tmp_path, monkeypatch):
     monkeypatch.setattr(checkpoints, "SHARD_BYTES", 1 << 16)
     weights = tensors(folder)
