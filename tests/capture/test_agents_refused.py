@@ -109,17 +109,6 @@ def test_parts_of_a_record_or_all_of_it_are_left_out_with_a_sentence(tmp_path, c
     assert any(sentence in each for each in read.left_out)
 
 
-def test_a_copied_row_is_absent_unless_a_later_call_replaced_it(tmp_path):
-    def copy(arrays):
-        rows = arrays["experts"]["routed_experts"]
-        rows[len(TOOL.tokens) - 1] = rows[len(TOOL.tokens) - 2]  # what skycap wrote before there was a later call
-
-    assert skycap(tmp_path).generation.trace.valid_N[: len(TOOL.tokens)].all()
-    read = skycap(tmp_path, change_arrays=copy)
-    assert read.generation.trace.valid_N[: len(TOOL.tokens)].tolist() == [True] * 6 + [False]
-    assert sum("a copy of the row before" in each for each in read.left_out) == 2
-
-
 @pytest.mark.parametrize("kind", ["json", "tokens", "experts"])
 def test_frames_that_hold_more_than_is_stated_are_not_unpacked(tmp_path, kind):
     skycap(tmp_path)

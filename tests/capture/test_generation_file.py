@@ -3,9 +3,7 @@
 import numpy as np
 import pytest
 
-import foreroute as fr
 from foreroute.capture import Generation, load_generation, save_generation
-from foreroute.capture.generation import is_generation
 from foreroute.errors import TraceContentError
 from foreroute.trace.file import FORMAT, encode
 from tests.traces import random_trace
@@ -27,18 +25,6 @@ def test_round_trip(tmp_path, generation):
     assert np.array_equal(read.prompt_lengths, generation.prompt_lengths)
     assert [each.name for each in tmp_path.iterdir()] == ["rollout.safetensors"]
     assert str(read.trace) in repr(read)
-
-
-def test_whatever_reads_traces_reads_the_trace_of_a_generation(tmp_path, generation):
-    path, alone = save_generation(generation, tmp_path / "rollout"), tmp_path / "trace"
-    assert fr.load(path).equals(generation.trace)
-    layers = generation.trace.spec.layers[:1]
-    assert fr.load(path, sequences=[1], layers=layers).equals(generation.trace.select([1]).select_layers(layers))
-    fr.save(generation.trace, alone, encoding="ordered")
-    (metadata, of_both), (of_alone, of_trace) = FORMAT.read(path), FORMAT.read(alone)
-    assert metadata == of_alone
-    assert set(of_both) - set(of_trace) == set(FORMAT.together)
-    assert [is_generation(each) for each in (path, alone, tmp_path / "none")] == [True, False, False]
 
 
 def test_what_tools_said_between_turns_is_kept(tmp_path, generation):

@@ -108,12 +108,6 @@ def test_ms_swifts_batch(packed, cp, padding_to):
     assert decode(batch, model=SPEC).equals(KNOWN)
 
 
-def test_ms_swifts_table():
-    made = code("swift", "infer_engine/protocol.py", "serialize_ndarray")(R.routes_RLK.astype(np.uint8))
-    assert made["__ndarray__"]
-    assert decode(made, model=SPEC, token_ids=R.tokens).equals(KNOWN.select([0]))
-
-
 def test_verls_sequence():
     """0.9.1: int16, a row for each token, zeros at the end."""
     align = code("verl", "experimental/agent_loop/agent_loop.py", "as_dict")

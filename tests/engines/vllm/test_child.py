@@ -1,6 +1,7 @@
 """The server as a child of the trainer, on a fake vLLM: what comes back, and every way to fail and to end."""
 
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -17,6 +18,7 @@ from foreroute.engines import inside_vllm, vllm, vllm_server
 from foreroute.errors import CaptureError, ConfigError, EngineError
 from foreroute.testing.ranks import environment
 from tests.engines.small_policy import SAMPLING, prompts, seeded
+from tests.engines.vllm.conftest import assert_ends
 from tests.tiers import grid
 
 PAIRS = replace(SAMPLING, group_size=2)

@@ -251,7 +251,7 @@ def settings_031():
             "0.32.0",
             "kv_transfer_config",
             {"kv_connector": "NixlConnector"},
-            "another KV connector than 'NixlConnector'",
+            "another KV connector",
         ),
     ],
     quick=3,

@@ -20,10 +20,7 @@ from tests.engines.small_policy import SAMPLING, policy, prompts, response_logpr
 pytestmark = pytest.mark.slow
 
 TIGHT = {"block_size": 32, "num_gpu_blocks_override": 10, "max_num_seqs": 8, "distributed_executor_backend": "uni"}
-"""Eight sequences do not fit into ten blocks. As for one GPU, the worker is in the engine's process.
-
-
-"""
+"""Eight sequences do not fit into ten blocks. As for one GPU, the worker is in the engine's process."""
 START_S = 560
 
 
