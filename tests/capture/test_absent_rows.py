@@ -49,11 +49,3 @@ def test_a_row_for_the_last_token_is_no_route(row):
     for output in (rows, rows.tolist(), wires.npy(rows.astype("<i4")), [rows]):
         assert decode(output, model=R.spec, token_ids=[R.tokens]).equals(KNOWN)
     assert decode(rows, model=R.spec, token_ids=R.tokens, valid=np.ones(12, bool)).equals(KNOWN)
-
-
-def test_a_prompt_of_which_one_token_was_asked_has_all_its_rows():
-    """`max_tokens=1`: P rows for P + 1 tokens. Who leaves the sampled token out loses a row of no use."""
-    rows, prompt = R.routes_RLK[:7], R.prompt
-    assert decode(rows, model=R.spec, token_ids=[*prompt, 7]).valid_N.tolist() == [True] * 7 + [False]
-    assert decode(rows, model=R.spec, token_ids=prompt).valid_N.tolist() == [True] * 6 + [False]
-    assert fr.RoutingTrace.from_sequences(R.spec, [prompt], [rows]).valid_N.all()  # rows as they are stated

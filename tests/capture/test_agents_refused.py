@@ -17,8 +17,6 @@ LAST = scripted.Call("c1", TOOL, [*TOOL.tokens, 20, 21], [13, 14], 1, at=101.0)
 OTHER = scripted.Call("c2", TOOL, [*TOOL.tokens, 30], [15], 2, at=102.0)
 TOOL.children = [LAST, OTHER]
 MADE = [TOOL, LAST, OTHER]
-# skycap: 0 and 1 of the client, 2 the reply of TOOL; 3 of the client, 4 that of LAST; 5 that of OTHER
-PATHS = [{"leaf": 4, "targets": [2, 4]}, {"leaf": 5, "targets": [5]}]
 
 
 def skycap(folder, *, change=None, change_arrays=None, masks=False, **options):
@@ -50,19 +48,6 @@ def put(value, *keys):
         values[keys[-1]] = value
 
     return change
-
-
-def test_the_record_is_what_the_cases_take_it_for(tmp_path):
-    assert scripted.Skycap(MADE).samples()["rows"] == PATHS
-    for masks in (False, True):
-        read = skycap(tmp_path, masks=masks)
-        assert list(read.generation.trace.streams) == ["sampling"] * masks
-        assert read.ends == ("4", "5")
-        assert read.left_out == ()
-    read = gym(tmp_path)
-    assert read.ends == ("c1", "c2")
-    assert read.left_out == ()
-    assert read.generation.response_lengths.tolist() == [5, 1]
 
 
 SKYCAP = {

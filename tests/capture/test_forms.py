@@ -49,16 +49,6 @@ def test_round_trip(name, shape):
     assert trace.provenance == {"wire": form}
 
 
-@pytest.mark.parametrize("name", [name for name in FORMS if name.startswith(("vllm", "sglang"))])
-def test_rows_before_the_start_are_absent(name):
-    r = wires.rollout(RNG)
-    writer, _, has_tokens = FORMS[name]
-    trace = decode(writer(r, 5), model=r.spec, start=5, token_ids=None if has_tokens else r.tokens)
-    assert trace.valid_N.tolist() == [False] * 5 + [True] * 6 + [False]
-    assert np.array_equal(trace.expert_ids_NLK[5:11], r.routes_RLK[5:])
-    assert set(trace.expert_ids_NLK[:5].ravel().tolist()) == {0}
-
-
 def test_verl_batch_drops_padding_and_marks_zero_rows():
     a, b = wires.rollout(RNG), wires.rollout(RNG, prompt=3, response=9)
     batch = wires.verl([a, b])
@@ -80,12 +70,3 @@ def test_every_choice_and_every_output_is_a_sequence():
     assert arrays.equals(fr.concatenate([known(r), known(other)]))
     texts = decode([wires.vllm_http(r).encode(), wires.vllm_http(other)], model=r.spec)
     assert texts.equals(arrays)
-
-
-def test_gemma_style_interleaved_dense_layers():
-    spec = fr.RoutingSpec(16, 3, tuple(fr.RoutedLayer(i) for i in (1, 3, 5)))
-    base = wires.rollout(RNG, layers=3, dense=0)
-    for num_layers in (6, 8):  # dense layers may also come behind the last one that routes
-        r = wires.Rollout(spec, num_layers, base.prompt, base.response, base.routes_RLK)
-        assert decode(wires.vllm_http(r), model=spec).equals(known(r))
-        assert decode(wires.sglang(r), model=spec, token_ids=r.tokens).equals(known(r))

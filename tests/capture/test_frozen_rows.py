@@ -75,27 +75,6 @@ def test_a_layer_that_never_changes_over_short_requests_is_refused():
         read(spec, *sequences)
 
 
-@pytest.mark.parametrize(
-    ("experts", "top_k", "layers", "enough"),
-    [(128, 8, [1], 13), (16, 4, [1], 13), (8, 2, slice(None), 13), (8, 7, slice(None), 13), (4, 1, slice(None), 13)],
-)
-def test_how_many_different_tokens_it_takes(experts, top_k, layers, enough):
-    """They would stay with a chance below 2^-30, where 20 rows beside say that no more than 1 of 6 has these picks."""
-    spec = spec_of(experts, top_k)
-    rows = freeze(healthy(spec, 99), 20, 60, layers)
-    rows[[19, 80]] = (rows[20] + 1) % experts  # other picks at both ends
-    for tokens in (enough, enough - 1):
-        ids = np.arange(100) + 1000
-        ids[20:80] = np.arange(60) % tokens
-        if tokens == enough:
-            with pytest.raises(
-                CaptureError, match=rf"position 20: decoder \d.* sends 60 rows, from there on, of {tokens} "
-            ):
-                read(spec, rows, tokens=[ids])
-        else:
-            read(spec, rows, tokens=[ids])
-
-
 @pytest.mark.parametrize(("experts", "top_k"), [(2, 1), (4, 1), (8, 2), (4, 3)])
 @pytest.mark.parametrize("hot", [0.0, 0.3, 0.5, 0.6, 0.9, 0.99])
 def test_healthy_routers_of_few_experts_pass(experts, top_k, hot):

@@ -6,7 +6,6 @@ import pytest
 import foreroute as fr
 from foreroute.capture import decode
 from foreroute.errors import CaptureError, SpecMismatchError
-from foreroute.mismatch import Defect, explain, routing_mismatch
 from foreroute.trace import LayerKind, extended
 from foreroute.trace.operations import with_lookups
 from tests import wires
@@ -71,16 +70,3 @@ def test_sequences_with_them_and_without_are_joined_on_the_other_layers():
     assert fr.concatenate([full, full]).spec == SPEC
     with pytest.raises(SpecMismatchError, match="concatenate belongs"):
         fr.concatenate([full, full.select_layers(LAYERS[:3])])
-
-
-def test_a_trainers_trace_is_compared_with_an_engines_on_the_other_layers():
-    cut = decode(without(R).routes_RLK, model=SPEC, token_ids=R.tokens)
-    shifted = fr.RoutingTrace.from_sequences(SPEC, [R.tokens], [np.roll(R.routes_RLK, 1, axis=0)])
-    for mine, kind in ((WHOLE, Defect.NONE), (shifted, Defect.SHIFT)):
-        assert explain(mine, cut).kind is kind
-        found = routing_mismatch(cut, mine)
-        assert (found.rows, len(found.differing_L)) == (11, 3)
-        assert (found.differing_share == 0) == (kind is Defect.NONE)
-    logprobs = np.full(11, -1.0)
-    compared = fr.compare(logprobs, logprobs, engine_routes=cut, trainer_routes=WHOLE)
-    assert compared.metrics["overlap"] == 1

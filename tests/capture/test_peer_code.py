@@ -70,44 +70,6 @@ def test_skyrls_batch(experts):
     assert fr.RoutingTrace.from_padded(spec, sequences, indices, attention_mask).equals(known)
 
 
-@pytest.mark.parametrize(("cp", "padding_to"), [(1, None), (1, 8), (2, 4)])
-@pytest.mark.parametrize("packed", [True, False])
-def test_ms_swifts_batch(packed, cp, padding_to):
-    """4.6.0 with Megatron: packed, as by default, or padded; of one row of tokens or split by context parallelism."""
-    swift = "swift", "rlhf_trainers/utils.py"
-    normalize, pad = code(*swift, "_normalize_routed_experts_tensor", "_pad_or_trim_routed_experts")
-    space = {"_normalize_routed_experts_tensor": normalize, "_pad_or_trim_routed_experts": pad}
-    build = code(*swift, "build_routed_experts_batch", **space)
-    names = ("_data_collator", "packing_row", "_handle_megatron_cp", "_pad_sequence", "_data_collator_mm_data")
-    space = {"pad_sequence": torch.nn.utils.rnn.pad_sequence}
-    template = SimpleNamespace(tokenizer=SimpleNamespace(pad_token_id=0), padding_side="right", is_training=True)
-    template.padding_free, template.use_megatron, template.sequence_parallel_size = packed, True, cp
-    template.concat_tensor = lambda *_: None
-    for name, function in zip(names, code("swift", "template/base.py", *names, **space), strict=True):
-        setattr(template, name, function.__get__(template))
-    encoded = [{"input_ids": list(r.tokens), "labels": list(r.tokens), "length": len(r.tokens)} for r in ALL]
-    samples = [
-        SimpleNamespace(routed_experts=r.routes_RLK.astype(np.uint8), encoded=each)
-        for r, each in zip(ALL, encoded, strict=True)
-    ]
-    lengths = [len(tokens) for tokens in TOKENS]
-    batch = template._data_collator(encoded, padding_to=padding_to)
-    width = batch["input_ids"].shape[1]
-    ends = [*(batch["position_ids"][0] == 0).nonzero().flatten().tolist(), width] if packed else []
-    batch["routed_experts"] = build(
-        samples,
-        seq_lengths=torch.tensor(ends).diff() if packed else torch.tensor(lengths),
-        max_seq_len=width,
-        template=template,
-        device="cpu",
-        router_replay_mode="R3",
-        expected_lens=lengths,
-    )
-    assert batch["seq_lens"] == lengths
-    assert ("attention_mask" in batch) != packed
-    assert decode(batch, model=SPEC).equals(KNOWN)
-
-
 def test_verls_sequence():
     """0.9.1: int16, a row for each token, zeros at the end."""
     align = code("verl", "experimental/agent_loop/agent_loop.py", "as_dict")

@@ -71,32 +71,6 @@ def test_decode_takes_the_rows_that_python_picks(data, seed):
     ]
 
 
-@pytest.mark.parametrize("experts", [8, 127, 128, 129, 200, 255, 256])
-def test_each_pair_and_each_place_of_eight_picks_is_looked_at(experts):
-    """Eight picks of a byte are checked as one word."""
-    spec, rng = fr.RoutingSpec(experts, 8, (fr.RoutedLayer(0),)), np.random.default_rng(5)
-
-    def refused(ids):
-        try:
-            fr.RoutingTrace.from_sequences(spec, [[1, 2]], [np.array([[ids]], np.uint8)])
-        except fr.errors.TraceContentError:
-            return True
-        return False
-
-    for _ in range(20):
-        ids = rng.permutation(experts)[:8]
-        assert not refused(ids)
-        assert not refused(np.r_[ids[ids != experts - 1], experts - 1][-8:])
-        for a, b in zip(*np.tril_indices(8, -1), strict=True):
-            twice = ids.copy()
-            twice[a] = twice[b]
-            assert refused(twice)
-        for place in range(8) if experts < 256 else []:
-            above = ids.copy()
-            above[place] = rng.integers(experts, 256)
-            assert refused(above)
-
-
 R = wires.rollout(np.random.default_rng(12), experts=128)
 
 

@@ -11,7 +11,6 @@ from foreroute.errors import ConfigError
 from foreroute.mismatch.decisions import stream_difference
 from foreroute.testing.models import tiny
 from tests.adapters.hf.families import SPARSE, build
-from tests.attended import attended, chosen, followed
 
 # Those that choose tokens and have a head for logits.
 SAMPLED = [
@@ -47,24 +46,6 @@ def test_choices_are_those_of_a_full_forward(family):
         own = trace.select([s]).truncated([tokens.shape[1]]).streams["indexer"]
         assert own.counts_ND.any()
         assert stream_difference(recording.trace().streams["indexer"], own).differing == 0
-
-
-@pytest.mark.slow
-def test_a_trainer_attends_to_what_the_engine_did_and_alone_to_others():
-    model = build("deepseek_v32", **SPARSE["deepseek_v32"])
-    trace = sampled(model, "bfloat16", indexers=True).trace
-    routed, differing = hf.attach(model), {}
-    inputs = trace.truncated(trace.lengths - 1)
-    for name, replayed in (("both", inputs), ("routes", inputs.without_streams())):
-        with attended(model) as seen, torch.no_grad():
-            for s in range(len(inputs)):
-                with routed.replay(replayed.select([s])):
-                    tokens = torch.from_numpy(inputs.tokens(s).astype(np.int64))[None]
-                    model(input_ids=tokens, use_cache=False)
-        differing[name], rows = followed(seen, chosen(inputs))
-        assert rows > 100
-    assert differing["both"] == 0
-    assert differing["routes"] > 0
 
 
 def test_they_are_recorded_on_request_alone_and_never_where_there_are_none():

@@ -1,29 +1,19 @@
 """Packing, and padded batches, against loops."""
 
-from dataclasses import replace
-
 import numpy as np
 import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from foreroute.errors import ConfigError, LayoutError
-from foreroute.layout import Packing, pack_sequences
+from foreroute.layout import pack_sequences
 from foreroute.layout.packing import padded_batches
-from foreroute.simulate.workload import WORKLOADS
 from tests.layout import layout_oracle
 
 
 def cost(lengths, square):
     lengths = np.asarray(lengths, float)
     return lengths + square * lengths**2
-
-
-def slowest(packing, values_S):
-    """Sum over micro-steps of the slowest rank."""
-    total = np.zeros((packing.num_micro_steps, packing.num_ranks))
-    np.add.at(total, (packing.micro_step_S, packing.rank_S), values_S)
-    return total.max(axis=1).sum()
 
 
 @settings(max_examples=60)
@@ -45,31 +35,6 @@ def test_the_longest_goes_first_to_the_lightest_place_with_room(lengths, num_ran
     assert (packed.micro_step_S * num_ranks + packed.rank_S).tolist() == works
     fewer = (packed.num_micro_steps - 1) * num_ranks
     assert fewer == 0 or layout_oracle.dealt(lengths, cost(lengths, square), budget, fewer) is None
-
-
-@pytest.fixture(scope="module")
-def lengths():
-    """The sequences of 8 micro-steps of 8 ranks."""
-    return replace(WORKLOADS["G8"], num_micro_steps=8, num_layers=1).draw(seed=0).rows_S
-
-
-SQUARE = 3.3e-4
-
-
-def test_attention_is_far_more_even_than_by_longest_first_tokens(lengths):
-    """The other way: tokens alone, dealt to micro-steps, and in each of them to ranks."""
-    packed = pack_sequences(lengths, 8, 13_000, square_cost=SQUARE)
-    micro_step_S = np.array(layout_oracle.dealt(lengths, lengths, 8 * 13_000, 8))
-    rank_S = np.empty_like(micro_step_S)
-    for m in range(8):
-        part = np.flatnonzero(micro_step_S == m)
-        rank_S[part] = layout_oracle.dealt(lengths[part], lengths[part], 13_000, 8)
-    longest_first = Packing(micro_step_S, rank_S, 8, 8)
-    ideal = cost(lengths, SQUARE).sum() / 8
-    assert packed.num_micro_steps == 8
-    assert slowest(packed, cost(lengths, SQUARE)) < 1.03 * ideal
-    assert slowest(longest_first, cost(lengths, SQUARE)) > 1.2 * ideal
-    assert slowest(packed, lengths) < 1.04 * lengths.sum() / 8
 
 
 @pytest.mark.parametrize(

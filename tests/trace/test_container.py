@@ -6,9 +6,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import foreroute as fr
-from foreroute.capture import Generation, load_generation, save_generation
 from foreroute.errors import SpecMismatchError, TraceContentError
-from foreroute.trace import NO_VERSION, SAMPLING, DecisionStream, IndexerSpec, digest
+from foreroute.trace import NO_VERSION, DecisionStream, IndexerSpec, digest
 from foreroute.trace.checks import check_rows
 from tests.traces import random_trace, spec_of
 
@@ -107,28 +106,6 @@ def test_every_row_with_an_id_twice_or_too_high_is_refused_and_no_other(seed):
 
 
 LAYERS = (fr.RoutedLayer(0), fr.RoutedLayer(2))
-MODEL = fr.RoutingSpec(8, 2, LAYERS)
-SETS = {"valid": [False, True, False], "counts": [0, 1, 0], "ids": [3]}
-ROUTES = np.argsort(np.random.default_rng(0).random((2, 2, 8)))[..., :2]
-
-
-def trace_of(spec, masks):
-    return fr.RoutingTrace.from_sequences(spec, [[1, 2, 3]], [ROUTES]).with_stream(SAMPLING, masks)
-
-
-def test_numpys_integers_and_lists_are_taken_by_every_room(tmp_path):
-    layers = (fr.RoutedLayer(np.int32(0)), fr.RoutedLayer(np.int64(2)))
-    streams = (lambda num: DecisionStream.from_sets(num, **SETS), lambda num: DecisionStream.absent(num, 3))
-    for spec in (fr.RoutingSpec(np.int64(8), np.uint8(2), list(LAYERS)), fr.RoutingSpec(8, 2, layers)):
-        for number, stream in enumerate(streams):
-            given, plain = trace_of(spec, stream(np.int64(50))), trace_of(MODEL, stream(50))
-            assert digest(given) == digest(plain)
-            place = tmp_path / f"{number}"
-            assert fr.load(fr.save(given, place, encoding="ordered", overwrite=True)).equals(given)
-            MODEL.require_same(given.spec, what="the trace")
-            made = Generation(given, np.array([1]), np.zeros(2, np.float32))
-            save_generation(made, tmp_path / "generation", overwrite=True)
-            assert load_generation(tmp_path / "generation").trace.equals(plain)
 
 
 @pytest.mark.parametrize(

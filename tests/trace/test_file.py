@@ -138,16 +138,3 @@ def test_a_part_is_checked_and_the_rest_is_not_read():
     header = len(content) - len(frames)
     assert part.count - header == int(tensors["frame_bytes"][2, [0, 3]].sum())
     assert whole.count == len(content)
-
-
-def test_a_groups_prompt_is_found_again(monkeypatch):
-    """Eight responses that share a prompt as long as themselves take little more than nine sixteenths."""
-    spec, rows = spec_of(num_experts=128, top_k=8, num_layers=2), 100
-    prompts = synthetic_trace(spec, [rows] * 16, seed=0, complete=True)
-    responses = synthetic_trace(spec, [rows] * 16, seed=1)
-    shared = prompts.select(np.repeat([0, 1], 8)).continued_by(responses)
-    assert len(bytes_of(shared)) < 0.62 * len(bytes_of(prompts.continued_by(responses)))
-    # a group stays in one chunk, beyond the rows that a chunk aims at, and the next group begins another
-    monkeypatch.setattr("foreroute.trace.file.CHUNK_ROWS", 300)
-    assert cut_chunks(shared).tolist() == [1600, 1600]
-    assert cut_chunks(prompts.continued_by(responses)).max() <= 300

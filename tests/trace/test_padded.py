@@ -91,21 +91,10 @@ def test_a_mask_of_other_tokens_is_refused_on_the_way_back(wrong):
         trace.to_padded(wrong)
 
 
-@pytest.mark.parametrize(
-    "values",
-    [
-        torch.tensor([0.5, -2.0], requires_grad=True),
-        torch.tensor([0.5, -2.0], dtype=torch.bfloat16),
-        torch.tensor([0.5, -2.0], dtype=torch.float16, requires_grad=True),
-        torch.nn.Parameter(torch.tensor([0.5, -2.0]).bfloat16()),
-        torch.tensor([0.5, 1.0, -2.0, 1.0])[::2],
-        [0.5, -2.0],
-    ],
-)
-def test_a_tensor_comes_as_an_array_without_its_gradient_and_its_bfloat16(values):
-    found = host_array(values)
-    assert type(found) is np.ndarray
-    assert found.tolist() == [0.5, -2.0]
+def test_a_tensor_comes_as_an_array_without_its_gradient_and_its_bfloat16():
+    for dtype in (torch.float32, torch.bfloat16, torch.float16):
+        found = host_array(torch.tensor([0.5, 1.0, -2.0], dtype=dtype, requires_grad=True)[::2])
+        assert (type(found), found.tolist()) == (np.ndarray, [0.5, -2.0])
 
 
 def test_a_tensor_is_taken_from_its_device():

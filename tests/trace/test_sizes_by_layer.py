@@ -9,8 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import foreroute as fr
-from foreroute import layout, plan
-from foreroute.errors import SpecMismatchError, TraceContentError
+from foreroute.errors import TraceContentError
 from foreroute.trace import extended
 from foreroute.trace.operations import count_assignments, overlap
 from tests.traces import picks_of, uneven_trace
@@ -112,19 +111,3 @@ def test_routes_come_in_with_minus_one_behind_the_picks_in_types_without_a_sign_
 def test_routes_that_cannot_be_are_refused_by_the_sizes_of_their_layer(row, message):
     with pytest.raises(TraceContentError, match=message):
         trace_of(ROW, row)
-
-
-@pytest.mark.parametrize(
-    ("use", "what"),
-    [
-        (lambda trace: plan.packed_counts(trace, layout.pack_sequences([1], 1, 8)), "a plan cannot take"),
-        (lambda trace: layout.take_routes(trace, layout.pack(trace.lengths).rows()), "a layout of ranks cannot take"),
-        (
-            lambda trace: fr.capture.decode(np.zeros((1, 3, 3), int), token_ids=[1, 2], model=SPEC),
-            r"RoutingTrace\.from_sequences.*arrays",
-        ),
-    ],
-)
-def test_what_takes_equal_layers_alone_says_so(use, what):
-    with pytest.raises(SpecMismatchError, match=what):
-        use(trace_of(ROW))
