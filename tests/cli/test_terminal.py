@@ -92,7 +92,7 @@ def shell(command, folder, **variables):
     quick=1,
 )
 def test_streams_that_cannot_be_written_are_one_message(tmp_path, command, code, message):
-    """`tests/robustness/test_doors.py` has more of them, names and widths that are hostile, for every verb."""
+    """`tests/robustness/test_doors.py` has more of them, and names that are hostile, for every verb."""
     result = shell(command, tmp_path)
     assert (result.returncode, result.stderr) == (code, message)
 

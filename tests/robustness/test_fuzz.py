@@ -11,9 +11,7 @@ from foreroute.errors import InputError
 from foreroute.layout.by_routes import _sum_rows
 from tests.robustness import NIGHT
 from tests.robustness.fuzzer import attack, summary
-from tests.robustness.mutations import damage
 from tests.robustness.target import FAILURES, Target, load_group
-from tests.robustness.traces import SAMPLE_TRACE, wires_as_text
 
 LIGHT = (
     "plans:text_targets",
@@ -95,8 +93,7 @@ def readers(folder):
         target("crash", harmed(lambda: ctypes.string_at(0))),
         target("oversteps a bound", harmed(lambda: _sum_rows(*no_such_rank))),
         target("hang", harmed(lambda: signal.sigwait([signal.SIGUSR1]))),
-        target("takes memory", harmed(lambda: np.ones(100 << 17))),
-        target("takes address space", harmed(lambda: np.empty(1 << 30))),
+        target("takes memory", harmed(lambda: np.empty(1 << 28, np.uint8))),
     ]
 
 
@@ -106,8 +103,7 @@ DEFECTS = {
     "breaks a rule": {"accepted wrong"},
     "traceback": {"traceback"},
     "names no file": {"names no file"},
-    "takes memory": {"over memory"},
-    "takes address space": {"traceback"},
+    "takes memory": {"traceback"},
 }
 ENDING = {"crash": {"crash"}, "oversteps a bound": {"crash"}, "hang": {"hang"}}
 
@@ -140,15 +136,3 @@ def test_every_bit_and_every_cut_of_a_file_with_a_checksum_counts(tmp_path, grou
         assert refused > 0.9 * total, target.name
         for size in range(0, len(raw), step):
             assert target.judge(raw[:size], expected, forged=False) == ("refused", ""), (target.name, size)
-
-
-@pytest.mark.parametrize(("name", "part"), [(name, part) for name, _, parts in wires_as_text() for part in parts])
-def test_what_a_wire_repeats_cannot_change_routes(name, part):
-    """Names of types and shapes of an array, which the answer has besides."""
-    target = next(each for each in load_group("tests.robustness.traces:wire_targets", None) if each.name == name)
-    raw, expected, rng = target.make(None), target.content(target.make(None)), np.random.default_rng(12)
-    assert target.read(raw).equals(SAMPLE_TRACE)
-    start = raw.index(part)
-    for _ in range(500):
-        changed = raw[:start] + damage(part, rng) + raw[start + len(part) :]
-        assert target.judge(changed, expected, forged=False)[0] in ("refused", "same")

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 import foreroute as fr
 from foreroute.errors import SpecMismatchError, TraceContentError
 from foreroute.testing.routes import synthetic_trace
-from foreroute.trace import SAMPLING, DecisionStream, digest, extended
+from foreroute.trace import SAMPLING, DecisionStream, extended
 from tests.traces import picks_of, random_trace, spec_of, uneven_trace, with_decisions
 
 
@@ -116,14 +116,3 @@ def test_impossible_sets_are_refused(changed, message):
     assert sets_of(DecisionStream.from_sets(**good)) == [[[1, 4]], None, [[3]]]
     with pytest.raises(TraceContentError, match=message):
         DecisionStream.from_sets(**{**good, **changed})
-
-
-def test_the_digest_of_a_trace_depends_on_every_stream():
-    plain = random_trace(0)
-    trace, other = with_decisions(plain, 0), with_decisions(plain, 1)
-    assert digest(trace) == digest(with_decisions(plain, 0))
-    assert digest(trace.without_streams()) == digest(plain)
-    parts = [trace, other, plain, trace.without_streams("indexer"), trace.without_streams(SAMPLING)]
-    assert len({digest(part) for part in parts}) == 5
-    assert not trace.equals(other)
-    assert not trace.equals(trace.without_streams("indexer"))

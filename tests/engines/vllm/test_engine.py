@@ -158,13 +158,6 @@ def test_cuts_ask_for_masks_and_every_request_of_such_a_server_has_a_bound(route
         cuts = [{name: each[name] for name in ("temperature", "top_k", "top_p", "min_p")} for each in asked]
         assert cuts[0] == {"temperature": 0.8, "top_k": 64, "top_p": 0.9, "min_p": 0.0}
         assert (cuts[1]["temperature"], cuts[1]["top_k"]) == (1.0, 1)
-        for damage, said in (
-            ({"sampling_mask": None}, "lacks or garbles"),
-            ({"sampling_mask": [[3]] * 4}, "4 sampling masks, 13 tokens and 5 of them generated"),
-        ):
-            answers.lie = lambda answer, damage=damage: answer["choices"][0].update(damage)
-            with pytest.raises((EngineError, CaptureError), match=said):
-                engine.generate([PROMPT], sampling, seeded())
         engine.close()
     with serving(Server()) as server, pytest.raises(ConfigError, match="--return-sampling-mask"):
         engine_at(server, routed, tmp_path).generate([PROMPT], sampling, seeded())
@@ -241,12 +234,10 @@ def settings_031():
     [
         ("0.30.0", "model_config.enable_return_routed_experts", False, "--enable-return-routed-experts"),
         ("0.31.0", "aux_output_config.enable_return_routed_experts", False, "--enable-return-routed-experts"),
-        ("0.30.0", "model_config.logprobs_mode", "raw_logprobs", "--logprobs-mode processed_logprobs"),
         ("0.30.0", "parallel_config.worker_extension_cls", "", "--worker-extension-cls foreroute"),
         ("0.30.0", "scheduler_config.enable_chunked_prefill", True, "--no-enable-chunked-prefill"),
         ("0.31.0", "cache_config.enable_prefix_caching", False, "--enable-prefix-caching"),
         ("0.32.0", "parallel_config.pipeline_parallel_size", 2, "--pipeline-parallel-size 1"),
-        ("0.32.0", "kv_transfer_config", {"kv_connector": "OffloadingConnector"}, None),
         (
             "0.32.0",
             "kv_transfer_config",
