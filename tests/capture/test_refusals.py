@@ -98,7 +98,7 @@ MALFORMED = {
 UNTOLD = {("too few rows", "verl"), ("too many rows", "verl")} | {
     ("the last row", d) for d in ("array", "npy", "table", "lists")
 }
-"""What a batch cannot hold, and what routes alone may have: see test_absent_rows.py."""
+"""What a batch cannot hold, and what routes alone may have: see test_forms.py."""
 
 
 @pytest.mark.parametrize(("malformed", "door"), [(m, d) for m in MALFORMED for d in DOORS if (m, d) not in UNTOLD])

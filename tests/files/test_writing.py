@@ -7,9 +7,11 @@ import signal
 import stat
 
 import pytest
+from fsspec.implementations.memory import MemoryFileSystem
 
-from foreroute.errors import InputError
+from foreroute.errors import InputError, TraceFileError
 from foreroute.files import writing
+from foreroute.files.places import names_in, open_at, write_at
 from foreroute.files.writing import write_atomically, writing_named
 
 
@@ -134,3 +136,18 @@ def test_what_can_be_no_file_is_one_error(tmp_path, name):
         write_atomically(tmp_path / name, b"new")
     assert [path.name for path in tmp_path.iterdir()] == ["file"]
     assert (tmp_path / "file").read_bytes() == b"mine"
+
+
+def test_what_fails_at_a_url_leaves_nothing_and_is_one_error():
+    def interrupted(file):
+        file.write(b"half")
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        write_at("memory://a/b", interrupted, TraceFileError, overwrite=True)
+    assert names_in("memory://a", TraceFileError) == []
+    with pytest.raises(TraceFileError, match=r"memory.*exist"):
+        open_at("memory://a/b", TraceFileError)
+    write_at("memory://a/b", lambda file: file.write(b"whole"), TraceFileError, overwrite=False)
+    assert open_at("memory://a/b", TraceFileError).read() == b"whole"
+    MemoryFileSystem.store.clear()

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 import foreroute as fr
 from benchmarks.trace import CountedBytes
+from foreroute.costs.presets import model_preset
 from foreroute.errors import SpecMismatchError, TraceContentError, TraceFileError
 from foreroute.testing.routes import synthetic_trace
 from foreroute.trace import ENCODINGS
@@ -138,3 +139,14 @@ def test_a_part_is_checked_and_the_rest_is_not_read():
     header = len(content) - len(frames)
     assert part.count - header == int(tensors["frame_bytes"][2, [0, 3]].sum())
     assert whole.count == len(content)
+
+
+def test_a_token_takes_the_bytes_that_the_page_says(tmp_path):
+    """docs/sizing.md."""
+    model = model_preset("qwen3-30b-a3b")
+    spec = fr.RoutingSpec(model.num_experts, model.top_k, tuple(fr.RoutedLayer(i) for i in range(model.num_layers)))
+    trace = synthetic_trace(spec, [1000, 1000], seed=0)
+    arrays = (trace.expert_ids_NLK, trace.token_ids_N, trace.weight_versions_N, trace.valid_N)
+    assert sum(array.nbytes for array in arrays) == trace.num_rows * (model.num_layers * model.top_k + 9)
+    stored = fr.save(trace, tmp_path / "trace.safetensors").stat().st_size / trace.num_rows
+    assert stored == pytest.approx(5.2 * model.num_layers, rel=0.05)

@@ -9,17 +9,12 @@ import zstandard
 import foreroute as fr
 from foreroute.errors import TraceContentError, TraceFileError
 from foreroute.trace.file import ENCODINGS
-from tests.trace.forging import STAIRCASE, forged, frame_contents, holding, setting
+from tests.trace.forging import forged, frame_contents, holding, setting
 from tests.traces import random_trace, uneven_trace, with_decisions
 
 TRACE = random_trace(0)
 ROWS = TRACE.num_rows
-TOKENS, VERSIONS, VALID = (slice(at * ROWS, (at + 4) * ROWS) for at in (0, 4, 8))
 ABSENT = int(np.flatnonzero(~TRACE.valid_N)[0])
-
-
-def staircase(end):
-    return np.array([*STAIRCASE, end], np.int64)
 
 
 def metadata(**values):
