@@ -1,7 +1,7 @@
 """Every form, written byte for byte by code that knows nothing of the decoders, comes back as the known routes.
 
-Rows without a route are told by -1, by zeros at the end of verl's batch, or as no row at all. The last token was sampled
-and never fed: what stands for it in a capture is no route, whoever made it up.
+Rows without a route are told by -1, by zeros at the end of verl's batch, or as no row at all. The last token was
+sampled and never fed: what stands for it in a capture is no route, whoever made it up.
 """
 
 import numpy as np

@@ -33,11 +33,8 @@ def test_routes_and_log_probs_are_those_of_a_full_forward(family, temperature):
     engine = EmbeddedEngine(model, "float32")
     engine.load_weights(model.state_dict(), 4)
     generation = sampled(engine, temperature=temperature)
-    assert len(generation) == len(PROMPTS) * 3
-    assert generation.trace.versions == (4,)
-    for s in range(len(generation)):
+    for s in range(len(PROMPTS) * 3):
         assert np.array_equal(generation.trace.tokens(s)[: len(PROMPTS[s // 3])], PROMPTS[s // 3])
-    assert np.flatnonzero(~generation.trace.valid_N).tolist() == (generation.trace.offsets[1:] - 1).tolist()
     routed = hf.attach(model)
     require_routes(generation.trace, forward(routed, generation.trace)[0])
     np.testing.assert_allclose(generation.logprobs_R, response_logprobs(routed, generation, temperature), atol=2e-5)
@@ -49,24 +46,18 @@ def test_responses_end_with_the_end_token_or_at_the_limit_be_it_the_first():
     with torch.no_grad():
         model.lm_head.weight[END] = 0.25 * model.lm_head.weight.sum(0)  # makes ends frequent
     generation = sampled(EmbeddedEngine(model, "float32"), max_new_tokens=6)
-    lengths = set()
-    for s in range(len(generation)):
-        response = generation.response(s)
-        lengths.add(len(response))
+    for response in map(generation.response, range(len(generation))):
         assert END not in response[:-1]
         assert response[-1] == END or len(response) == 6
-    assert len(lengths) > 1, "the case must hold responses of several lengths"
+    assert len({*generation.response_lengths.tolist()}) > 1, "the case must hold responses of several lengths"
 
 
-def test_new_weights_are_used_and_stamped():
+def test_new_weights_are_used():
     old, new = tiny("qwen3_moe"), tiny("qwen3_moe", seed=1)
     engine = EmbeddedEngine(old, "float32")
     engine.load_weights(new.state_dict(), 7)
     generation = sampled(engine)
-    assert generation.trace.versions == (7,)
-    fresh = EmbeddedEngine(new, "float32")
-    fresh.load_weights(new.state_dict(), 7)
-    assert generation.trace.equals(sampled(fresh).trace)
+    assert np.array_equal(sampled(EmbeddedEngine(new, "float32")).logprobs_R, generation.logprobs_R)
     assert not np.array_equal(sampled(EmbeddedEngine(old, "float32")).logprobs_R, generation.logprobs_R)
 
 
@@ -106,17 +97,7 @@ def test_e4m3_round_trip_has_one_scale_per_output_channel(input_axis):
     assert error.max() > 0
 
 
-QUICK = {"afmoe": {torch.bfloat16}, "ernie4_5_moe": {torch.bfloat16, torch.float32}}
-"""A family that rounds a buffer and one that keeps its routers; and dtypes of parameters, in every transformers."""
-SLOW = ("qwen3_moe", "deepseek_v4", "longcat_flash")
-"""All parameters rounded, with tables of integers, and buffers in both dtypes."""
-
-
-def marks_of(name):
-    return () if name in QUICK else pytest.mark.slow if name in SLOW else pytest.mark.exhaustive
-
-
-@pytest.mark.parametrize("name", [pytest.param(name, marks=marks_of(name)) for name in FAMILIES])
+@grid("name", ["afmoe", *sorted(FAMILIES.keys() - {"afmoe"})], quick=1, day=3)
 def test_weights_are_held_in_the_dtypes_that_transformers_loads(name, tmp_path):
     """What a family keeps in float32 stays so, and what it rounds is rounded, buffers too."""
     model = build(name)
@@ -125,7 +106,7 @@ def test_weights_are_held_in_the_dtypes_that_transformers_loads(name, tmp_path):
     hf.attach(loaded)
     held = EmbeddedEngine(model, "bfloat16")._model
     assert dtypes_of(held) == dtypes_of(loaded)
-    assert QUICK.get(name, {torch.bfloat16}) <= {parameter.dtype for parameter in held.parameters()}
+    assert torch.bfloat16 in {parameter.dtype for parameter in held.parameters()}
 
 
 def test_a_model_with_adapters_is_refused():

@@ -54,9 +54,7 @@ class Outer(Section):
     ("values", "message"),
     [
         ({"inner": {"count": 2**31}}, r"inner\.count: .*less than or equal to 999999 \(got 2147483648\)"),
-        ({"inner": {"count": 10**5000}}, r"inner\.count: an integer of more than 64 bits"),
         ({"inner": {"more": {"a": -(2**63) - 1}}}, r"inner\.more\.a: an integer of more than 64 bits"),
-        ({"inner": {"more": {"a": ["b\0"]}}}, r"inner\.more\.a: text with a NUL character"),
         ({"counts": ("x" * 10_000,)}, r"counts\.0: .*x{20}"),
         ({"counts": (0,) * 1000}, "and 980 more"),
         ({"k" * 100_000: 1}, "unknown key"),

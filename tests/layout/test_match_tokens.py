@@ -55,12 +55,9 @@ def test_padding_without_its_mask_is_named_wherever_it_is(ids):
     trace = canary([3, 2])
     with pytest.raises(BatchMismatchError, match=r"trace.*attention_mask.*0"):
         locate_rows(trace, ids)
-    other = np.where(np.array(ids) == 3, 7, ids)
     with pytest.raises(BatchMismatchError, match=r"batch.*recorded") as told:
-        locate_rows(trace, other)
+        locate_rows(trace, np.where(np.array(ids) == 3, 7, ids))
     assert "No attention_mask" not in str(told.value), "other tokens are no padding"
-    twice = any(row[0] == row[1] != first for row, first in zip(other.tolist(), (0, 3), strict=True))
-    assert ("is padding, pass attention_mask" in str(told.value)) == twice
 
 
 def test_another_order_is_named():

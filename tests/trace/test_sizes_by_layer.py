@@ -83,7 +83,6 @@ def test_only_picks_are_counted_and_shared(trace, data):
         ([(8, 2), (3, 4), (8, 4)], "top_k of a layer is 4"),
         ([(8, 2), (8.0, 1), (8, 2)], "num_experts of a layer is 8.0"),
         ([(8, 2), (8, 1)], "there are sizes of 2 layers"),
-        ([(65_536, 2), (65_536, 1), (2, 1)], "expected 65535 at most"),
     ],
 )
 def test_layers_that_cannot_be_are_refused(sizes, message):
@@ -103,7 +102,6 @@ def test_routes_come_in_with_minus_one_behind_the_picks_in_types_without_a_sign_
     ("row", "message"),
     [
         ([[0, 7, 0], *ROW[1:]], "ids in columns that a layer does not have, .*expected -1 behind its picks"),
-        ([[0, -1, -1], *ROW[1:]], "holds ids from -1 to 7"),
         ([ROW[0], [5, 6, 3], ROW[2]], r"decoder 1 has expert ids \[5, 6, 3\]: expected ids from 0 to 5"),
         ([[4, 4, -1], *ROW[1:]], r"decoder 0 has expert ids \[4, 4\]: an expert is picked twice"),
     ],

@@ -14,7 +14,7 @@ from foreroute.engines import vllm
 from foreroute.engines.http import Answer
 from foreroute.engines.vllm import missing_settings
 from foreroute.engines.vllm_server import EXTENSION
-from foreroute.errors import CaptureError, ConfigError, EngineError
+from foreroute.errors import ConfigError, EngineError
 from foreroute.trace import SAMPLING
 from tests.engines.recorded_answers import assert_routes, payload, serving
 from tests.engines.small_policy import END, seeded
@@ -199,26 +199,6 @@ def test_a_server_is_never_left_paused_and_samples_nothing_with_weights_half_loa
             with pytest.raises(EngineError, match=r"weights.*unknown"):
                 engine.generate([PROMPT], SAMPLED, seeded())
             assert server.asked[-1][0] == "/resume"
-
-
-SHORTER = payload(DATA / "completion_one_token.json")["response"]["choices"][0]["routed_experts"]
-LIES = {
-    "no choice": (lambda choices: choices.clear(), "0 responses, asked for 1"),
-    "index 1 alone": (lambda choices: choices[0].update(index=1), "numbered its one response 1"),
-    "a token of text": (lambda choices: choices[0]["logprobs"]["content"][1].update(token="cat"), "list of integers"),
-    "routes of another sequence": (lambda choices: choices[0].update(routed_experts=SHORTER), "rows"),
-    "no routes": (lambda choices: choices[0].update(routed_experts=None), "return"),
-}
-"""Those that vLLM alone can tell; tests/engines/test_contract.py has those of every server, and the control."""
-
-
-@pytest.mark.parametrize("name", LIES)
-def test_an_answer_that_is_none_to_its_question_is_refused(routed, tmp_path, name):
-    lie, said = LIES[name]
-    with serving(Server(lie=lambda answer: lie(answer["choices"]))) as server:
-        engine = engine_at(server, routed, tmp_path)
-        with pytest.raises((EngineError, CaptureError), match=said):
-            engine.generate([PROMPT], SAMPLED, seeded())
 
 
 def settings_031():

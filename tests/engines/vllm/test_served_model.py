@@ -11,7 +11,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from foreroute import RoutedLayer, RoutingSpec, load
+from foreroute import load
 from foreroute.adapters import checkpoint as checkpoints
 from foreroute.adapters.checkpoint import FolderWriter, ModelWriter, ServedModel
 from foreroute.engines import vllm
@@ -76,9 +76,6 @@ def test_an_engine_samples_without_a_model_of_transformers_and_its_server_ends_w
         asked = [np.arange(5, dtype=np.int32), np.arange(9, dtype=np.int32)]
         wanted = engine.generate(asked, replace(SAMPLING, group_size=2), seeded())
     assert load(arguments[-1]).equals(wanted.trace.without_pick_order())
-
-
-SPEC = RoutingSpec(16, 4, (RoutedLayer(1),))
 
 
 def test_many_weights_are_split_into_shards_that_transformers_reads(routed, folder, tmp_path, monkeypatch):
