@@ -5,8 +5,8 @@ import pytest
 
 import foreroute as fr
 from foreroute.capture import decode
-from foreroute.errors import CaptureError, SpecMismatchError
-from foreroute.trace import LayerKind, extended
+from foreroute.errors import CaptureError
+from foreroute.trace import LayerKind
 from foreroute.trace.operations import with_lookups
 from tests import wires
 
@@ -54,19 +54,3 @@ def test_zeros_elsewhere_and_a_row_of_them_are_refused():
     rows[4, 0] = 0
     with pytest.raises(CaptureError, match=r"position 4.*0.*expert.*0, 0, 0"):
         decode(rows, model=SPEC, token_ids=R.tokens)
-
-
-def test_sequences_with_them_and_without_are_joined_on_the_other_layers():
-    other = rollout(prompt=3, response=4)
-    full, cut = (decode(each.routes_RLK, model=SPEC, token_ids=R.tokens) for each in (R, without(R)))
-    both = decode([R.routes_RLK, without(other).routes_RLK], model=SPEC, token_ids=[R.tokens, other.tokens])
-    assert both.select([0]).equals(cut)
-    unrouted = fr.RoutingTrace.unrouted(SPEC, [[1, 2]])
-    for first, second in ((full, cut), (cut, full), (unrouted, cut)):
-        assert fr.concatenate([first, second]).equals(fr.concatenate([first.select_layers(DECODER.layers), cut]))
-        assert first.continued_by(second).spec == DECODER
-    start = fr.RoutingTrace.unrouted(SPEC, [R.tokens[:5]])
-    assert extended(start, cut).equals(cut)
-    assert fr.concatenate([full, full]).spec == SPEC
-    with pytest.raises(SpecMismatchError, match="concatenate belongs"):
-        fr.concatenate([full, full.select_layers(LAYERS[:3])])

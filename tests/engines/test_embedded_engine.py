@@ -1,4 +1,4 @@
-"""The embedded engine against full forwards of the model that it copied."""
+"""The embedded engine against full forwards of the model that it copied: routes, log-probs, and choices of indexers."""
 
 from dataclasses import replace
 
@@ -10,10 +10,11 @@ from foreroute.adapters import hf
 from foreroute.capture import Sampling
 from foreroute.engines.embedded import EmbeddedEngine, _round_to_e4m3
 from foreroute.errors import ConfigError
+from foreroute.mismatch.decisions import stream_difference
 from foreroute.replay import masked_logprobs_of_logits
 from foreroute.testing.models import tiny
 from foreroute.trace import SAMPLING
-from tests.adapters.hf.families import FAMILIES, build
+from tests.adapters.hf.families import FAMILIES, SPARSE, build
 from tests.engines.small_policy import forward, require_routes, response_logprobs
 from tests.tiers import grid
 
@@ -21,9 +22,9 @@ END = 3
 PROMPTS = [np.array(p, np.int32) for p in ([5, 6, 7, 8], [9, 10], [11, 12, 13, 14], [15, 16])]
 
 
-def sampled(engine, seed=1, **changes):
+def sampled(engine, seed=1, prompts=PROMPTS, **changes):
     sampling = replace(Sampling(group_size=3, max_new_tokens=7, end_token=END), **changes)
-    return engine.generate(PROMPTS, sampling, torch.Generator().manual_seed(seed))
+    return engine.generate(prompts, sampling, torch.Generator().manual_seed(seed))
 
 
 @grid(("family", "temperature"), [(f, t) for f in ("qwen3_moe", "gpt_oss", "deepseek_v3") for t in (0.7, 1.0)], quick=1)
@@ -171,3 +172,43 @@ def test_masks_are_the_sets_that_tokens_were_drawn_from(kept):
 def test_truncations_that_cannot_be_are_refused(wrong):
     with pytest.raises(ConfigError, match=next(iter(wrong))):
         Sampling(max_new_tokens=3, end_token=END, **wrong)
+
+
+# Those that choose tokens and have a head for logits.
+SAMPLED = [
+    pytest.param(family, marks=() if family == "deepseek_v32" else pytest.mark.exhaustive)
+    for family in ("axk2", "deepseek_v32", "dots3_note", "glm_moe_dsa", "hy_v4")
+]
+
+
+def sampled_sparse(model, **recorded):
+    engine = EmbeddedEngine(model, "float32", **recorded)
+    return sampled(engine, prompts=[np.arange(3, 3 + length, dtype=np.int32) for length in (14, 9, 14)], group_size=2)
+
+
+@pytest.mark.parametrize("family", SAMPLED)
+def test_choices_are_those_of_a_full_forward(family):
+    """Over a cache that prompts share, one token at a time; in float32 both choose the same.
+
+    Of few heads many scores are exactly 0, and ties are broken by the shape of the batch.
+    """
+    model = build(family, **SPARSE[family], index_n_heads=16)
+    trace = sampled_sparse(model, indexers=True).trace
+    routed = hf.attach(model)
+    stream = trace.streams["indexer"]
+    routed.indexers.check(stream, trace.offsets)
+    assert np.array_equal(stream.valid_N, trace.valid_N)
+    for s in range(len(trace)):
+        tokens = torch.from_numpy(trace.tokens(s).astype(np.int64))[None, :-1]
+        with routed.record(indexers=True) as recording, torch.no_grad():
+            model(input_ids=tokens, use_cache=False)
+        own = trace.select([s]).truncated([tokens.shape[1]]).streams["indexer"]
+        assert own.counts_ND.any()
+        assert stream_difference(recording.trace().streams["indexer"], own).differing == 0
+
+
+def test_they_are_recorded_on_request_alone_and_never_where_there_are_none():
+    model = build("deepseek_v32", **SPARSE["deepseek_v32"])
+    assert "indexer" not in sampled_sparse(model).trace.streams
+    with pytest.raises(ConfigError, match="no sparse-attention indexer"):
+        sampled_sparse(tiny("qwen3_moe"), indexers=True)

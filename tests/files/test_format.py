@@ -45,18 +45,6 @@ def test_what_is_written_is_read(tmp_path, in_memory):
     assert not FORMAT.is_in(tmp_path)
 
 
-def test_what_is_there_is_replaced_when_told_and_else_refused(tmp_path):
-    path = FORMAT.write(tmp_path / "song", METADATA, TENSORS, overwrite=False)
-    before, other = path.read_bytes(), {"title": "another"}
-    with pytest.raises(PlanError, match="overwrite=True"):
-        FORMAT.write(path, other, TENSORS, overwrite=False)
-    assert path.read_bytes() == before
-    assert FORMAT.read(FORMAT.write(path, other, TENSORS, overwrite=True))[0] == other
-    with pytest.raises(PlanError, match=r"written.*directory"):
-        FORMAT.write(path / "below", METADATA, TENSORS, overwrite=True)
-    assert os.listdir(tmp_path) == ["song"]
-
-
 @pytest.mark.parametrize(
     ("source", "message"),
     [

@@ -1,4 +1,4 @@
-"""Nothing, at public doors that take arrays or traces: an answer of 0 that adds up, or an error in words."""
+"""Nothing at public doors: an answer of 0 that adds up, or an error in words; and masked entries, which hide values."""
 
 from contextlib import nullcontext
 from functools import cache
@@ -16,14 +16,15 @@ from foreroute.adapters import hf
 from foreroute.capture import Generation, load_generation, save_generation
 from foreroute.doctor import Evidence, diagnose
 from foreroute.doctor.evidence import TrainerPass
-from foreroute.errors import ForerouteError
+from foreroute.errors import ForerouteError, InputError
 from foreroute.mismatch import routing_mismatch, token_mismatch
+from foreroute.plan.counts import check_counts
 from foreroute.report import write_diagnosis
 from foreroute.testing.routes import synthetic_trace
 from foreroute.trace import SAMPLING, DecisionStream
 from foreroute.trainers.verl import routed_experts
 from foreroute.trainers.verl import trace_of as verl_trace
-from tests.traces import uneven_trace
+from tests.traces import random_trace, uneven_trace
 
 SPEC = fr.RoutingSpec(8, 2, tuple(map(fr.RoutedLayer, range(3))))
 FULL = synthetic_trace(SPEC, [4, 3], seed=0)
@@ -197,3 +198,40 @@ def test_empty_traces_are_answered_or_refused_in_words(door, tmp_path):
 @pytest.mark.parametrize("door", [replayed, of_verl])
 def test_nothing_is_replayed_and_handed_on(door):
     door()
+
+
+ONE_LAYER = fr.RoutingSpec(8, 2, (fr.RoutedLayer(0),))
+HIDDEN = np.ma.array([1, 2], mask=[False, True])
+ROUTES = np.ma.array([[[0, 1]], [[2, 3]]], mask=[[[False, False]], [[True, True]]])
+TWO_TOKENS = fr.RoutingTrace.from_sequences(ONE_LAYER, [[1, 2]], [[[[0, 1]]]])
+COUNTS = np.ma.masked_equal(np.arange(4).reshape(1, 1, 2, 2), 3)
+LOGPROBS = np.ma.array([-0.5, -700.0], mask=[False, True])
+MASK = np.ma.array([[True, True]], mask=[[False, True]])
+MASKED = {
+    "tokens": lambda: fr.RoutingTrace.from_sequences(ONE_LAYER, [HIDDEN], [[[[0, 1]], [[2, 3]]]]),
+    "routes": lambda: fr.RoutingTrace.from_sequences(ONE_LAYER, [[1, 2]], [ROUTES]),
+    "padded routes": lambda: fr.RoutingTrace.from_padded(ONE_LAYER, [[1, 2]], ROUTES[None]),
+    "an attention mask": lambda: fr.RoutingTrace.from_padded(ONE_LAYER, [[1, 2]], [[[[0, 1]], [[2, 3]]]], MASK),
+    "sequences": lambda: random_trace(0).select(HIDDEN - 1),
+    "lengths": lambda: layout.pack(HIDDEN),
+    "a batch": lambda: layout.locate_rows(random_trace(0), HIDDEN[None]),
+    "a batch's mask": lambda: layout.locate_rows(random_trace(0), [[1, 2]], MASK),
+    "starts": lambda: layout.locate_rows(random_trace(0), [[1, 2]], None, MASK),
+    "positions": lambda: layout.starts_from_positions(HIDDEN[None] - 1, np.ones((1, 2), bool)),
+    "cumulative lengths": lambda: layout.starts_from_cumulative_lengths(HIDDEN - 1, np.ones((1, 1), bool)),
+    "values of ranks": lambda: layout.collect([(layout.pack([2]).rows(), LOGPROBS)]),
+    "counts": lambda: check_counts(COUNTS),
+    "log-probs": lambda: mismatch.token_mismatch(LOGPROBS, [-0.5, -0.5]),
+    "compared log-probs": lambda: fr.compare(LOGPROBS, [-0.5, -0.5]),
+    "log-probs of a generation": lambda: Generation(
+        TWO_TOKENS, np.array([1]), LOGPROBS[1:].astype(np.float32), np.array([False, True])
+    ),
+    "sampled tokens": lambda: Generation(TWO_TOKENS, np.array([1]), np.zeros(1, np.float32), HIDDEN - 1 == 0),
+    "margins": lambda: mismatch.margin_histogram(np.ma.array([[0.1], [0.2]], mask=[[True], [False]])),
+}
+
+
+@pytest.mark.parametrize("door", MASKED)
+def test_an_array_with_masked_entries_is_refused(door):
+    with pytest.raises(InputError, match=r"masked.(entries|array)"):
+        MASKED[door]()

@@ -1,15 +1,19 @@
 """A release of vLLM as the engine of a trainer, by night: each row and log-prob is the model's under its weights."""
 
 import json
+import sys
 from dataclasses import replace
 
 import httpx
 import numpy as np
 import pytest
+import torch
 
 from foreroute.adapters.checkpoint import ModelWriter, ServedModel
 from foreroute.capture import decode
 from foreroute.engines import vllm
+from foreroute.replay import masked_logprobs_of_logits
+from foreroute.trace import SAMPLING as SETS
 from tests.engines.small_policy import SAMPLING, SIZES, forward, policy, prompts, response_logprobs, seeded
 from tests.engines.vllm.conftest import with_stand_ins
 
@@ -74,3 +78,26 @@ def test_weights_that_change_in_mid_request_have_the_rows_behind_the_change(engi
     of_new, of_old = (differing(policy(version), trace) for version in (0, 1))
     assert not of_new & of_old
     assert 35 < max(of_old) < min(of_new) <= trace.num_rows - 2, "the old weights have the first rows"
+
+
+def test_masks_take_the_kept_mass_out_of_the_ratios(vllm_python, tmp_path, capsys):
+    """Without them the mean ratio of trainer over engine is the kept mass: docs/replay.md has both."""
+    python = with_stand_ins(vllm_python, tmp_path)
+    settings = vllm.ServerSettings(python=python, precision="float32", options=OPTIONS, sampling_masks=True)
+    with vllm.VLLMEngine(ServedModel.of(policy()), settings, timeout_s=START_S) as engine:
+        engine.load_weights(policy().model.state_dict(), 0)
+        cut = replace(SAMPLING, top_p=0.8, end_token=-1)
+        found = engine.generate(prompts(*range(8, 24)), cut, seeded())
+        assert not engine.generate(prompts(8), SAMPLING, seeded()).trace.streams
+    on_sets = []
+    for s in range(len(found)):
+        trace = found.trace.select([s])
+        tokens, rows = torch.from_numpy(trace.tokens(0)).long(), np.flatnonzero(trace.streams[SETS].valid_N)
+        with torch.no_grad():
+            logits = policy().model(input_ids=tokens[None]).logits[0, rows] / cut.temperature
+        on_sets += masked_logprobs_of_logits(logits, tokens[rows + 1], trace.streams[SETS].take(rows)).tolist()
+    means = [np.exp(scored - found.logprobs_R).mean() for scored in (response_logprobs(policy(), found), on_sets)]
+    with capsys.disabled():
+        sys.stdout.write(f"\nmean ratio {means[0]:.3f}, on the sets {means[1]:.3f}")
+    assert 0.75 < means[0] < 0.92
+    assert np.abs(np.exp(on_sets - found.logprobs_R) - 1).max() < 1e-4

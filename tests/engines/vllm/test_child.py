@@ -17,9 +17,11 @@ from foreroute.adapters.checkpoint import ServedModel
 from foreroute.engines import inside_vllm, vllm, vllm_server
 from foreroute.errors import CaptureError, ConfigError, EngineError
 from foreroute.testing.ranks import environment
+from foreroute.train import train
 from tests.engines.small_policy import SAMPLING, prompts, seeded
 from tests.engines.vllm.conftest import assert_ends
 from tests.tiers import grid
+from tests.train.small_runs import records, small_config
 
 PAIRS = replace(SAMPLING, group_size=2)
 
@@ -155,3 +157,20 @@ def test_a_server_removes_no_folder_that_was_not_made_for_it(tmp_path):
     )
     server.communicate(timeout=60)
     assert (tmp_path / "kept.txt").read_text() == "mine"
+
+
+def config(settings, **rollout):
+    place = {"python": str(settings.python), "options": dict(settings.options), "timeout_s": 60.0}
+    return small_config(
+        warm_start={"max_steps": 1, "batch_size": 2},
+        rollout={"engine": "vllm", "prompts": 2, "group_size": 2, "server": place, **rollout},
+        rl={"steps": 2, "warmup_steps": 0},
+    )
+
+
+def test_a_run_steps_with_the_weights_of_each_step(fake_settings, tmp_path):
+    run = train(config(fake_settings()), tmp_path / "run")
+    assert [record["weight_version"] for record in records(run.path)] == [0, 1]
+    # R3 forces the routes that the engine returned, whatever they are
+    assert all(record["mismatch"]["replayed"]["differing_share"] == 0 for record in records(run.path))
+    assert all(record["mismatch"]["native"]["differing_share"] > 0 for record in records(run.path))
