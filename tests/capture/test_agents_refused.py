@@ -144,18 +144,6 @@ def test_masks_states_and_weights_that_are_not_those_of_the_record_are_refused(t
         read(tmp_path, **given)
 
 
-@pytest.mark.parametrize("bad", [-2, 8])
-def test_ids_out_of_range_are_refused_and_minus_one_is_absent(tmp_path, bad):
-    rows = scripted.routes(TOOL.tokens, 1)[:-1]
-    rows[1] = -1
-    read = gym(tmp_path, put(scripted.envelope(rows), 0, "routed_experts"), made=[TOOL])
-    assert read.generation.trace.valid_N.tolist() == [True, False, True, True, True, True, False]
-    assert any("1 rows without routes" in each for each in read.left_out)
-    rows[1, 2, 1] = bad
-    with pytest.raises(CaptureError, match=r"routes.*call"):
-        gym(tmp_path, put(scripted.envelope(rows), 0, "routed_experts"), made=[TOOL])
-
-
 @pytest.mark.parametrize(
     ("state", "extra", "sentence"),
     [

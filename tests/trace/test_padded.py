@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 import foreroute as fr
 from foreroute.checks import host_array
 from foreroute.errors import TraceContentError
-from tests.traces import random_trace, spec_of
+from tests.traces import spec_of
 
 torch = pytest.importorskip("torch")
 from foreroute.testing.counting_device import DEVICE, other_device  # noqa: E402 it imports torch
@@ -77,14 +77,6 @@ def test_a_batch_that_does_not_fit_is_refused(changed, message):
     assert fr.RoutingTrace.from_padded(spec_of(num_layers=1), **good).num_rows == 3
     with pytest.raises(TraceContentError, match=message):
         fr.RoutingTrace.from_padded(spec_of(num_layers=1), **{**good, **changed})
-
-
-@pytest.mark.parametrize("wrong", [[[1, 1, 1]], np.ones((2, 9)), [1, 1], 1, [[[1]]]])
-def test_a_mask_of_other_tokens_is_refused_on_the_way_back(wrong):
-    trace = random_trace(3)
-    assert trace.to_padded(trace.to_padded().attention_mask_BT).token_ids_BT.shape[0] == len(trace)
-    with pytest.raises(TraceContentError, match="attention_mask has "):
-        trace.to_padded(wrong)
 
 
 def test_a_tensor_comes_as_an_array_without_its_gradient_and_its_bfloat16():

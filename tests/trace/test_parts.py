@@ -2,18 +2,17 @@
 
 import threading
 import time
-from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
 
 import foreroute as fr
-from foreroute.errors import TraceContentError, TraceFileError
+from foreroute.errors import TraceFileError
 from foreroute.testing.routes import synthetic_trace
 from foreroute.trace import load_parts, save_part
 from tests.trace.test_streams import rows_of
-from tests.traces import random_trace, spec_of, with_decisions
+from tests.traces import spec_of, with_decisions
 
 MemoryFileSystem = pytest.importorskip("fsspec.implementations.memory").MemoryFileSystem
 AbstractBufferedFile = pytest.importorskip("fsspec.spec").AbstractBufferedFile
@@ -107,13 +106,3 @@ def test_an_index_that_lies_is_refused(tmp_path, names, message):
         fr.save(trace, tmp_path / name)
     with pytest.raises(TraceFileError, match=message):
         load_parts(tmp_path)
-
-
-def test_what_can_be_no_part_is_refused(tmp_path):
-    trace = random_trace(0)
-    for number, of in ((-1, 2), (2, 2), (0, 0), (0, 100_000), (True, 2), (0.0, 2)):
-        with pytest.raises(TraceContentError, match="expected a whole number"):
-            save_part(trace, tmp_path, number, of)
-    with pytest.raises(TraceContentError, match="picked twice"):
-        save_part(replace(trace, expert_ids_NLK=trace.expert_ids_NLK * 0), tmp_path, 0, 1)
-    assert list(tmp_path.iterdir()) == []

@@ -1,4 +1,4 @@
-"""Engines for trainers on any framework: a folder and a spec are enough, and transformers is not imported."""
+"""Weights for engines: a folder and a spec are enough, and whatever else is in a folder is left as it is."""
 
 import json
 import subprocess
@@ -15,6 +15,7 @@ from foreroute import load
 from foreroute.adapters import checkpoint as checkpoints
 from foreroute.adapters.checkpoint import FolderWriter, ModelWriter, ServedModel
 from foreroute.engines import vllm
+from foreroute.engines.base import SUBFOLDER, WeightsFolder
 from foreroute.errors import ConfigError
 from foreroute.testing.ranks import environment
 from tests.engines.small_policy import SAMPLING, seeded
@@ -115,3 +116,70 @@ def test_the_first_weights_are_those_of_the_source_and_are_not_copied(folder, tm
     (folder / "model.safetensors").write_bytes(b"\xff" * 64)
     with pytest.raises(ConfigError, match=r"read.*weights"):
         FolderWriter(folder)
+
+
+class Model:
+    """Saves a file, and as much of a second one as there is room for."""
+
+    room = True
+
+    def save_pretrained(self, folder, state_dict):
+        (folder / "config.json").write_text("{}")
+        torch.save(state_dict, folder / "model.bin")
+        if not self.room:
+            raise OSError(28, "No space left on device")
+
+
+def contents(folder):
+    return sorted(str(path.relative_to(folder)) for path in folder.rglob("*"))
+
+
+@pytest.mark.parametrize("name", ["notes.txt", "weights/thesis.txt", ".hidden"])
+def test_what_else_is_there_is_left_as_it_is(tmp_path, name):
+    (tmp_path / name).parent.mkdir(exist_ok=True)
+    (tmp_path / name).write_text("mine")
+    before = contents(tmp_path)
+    with pytest.raises(ConfigError, match=r"nothing.*written"):
+        ModelWriter(Model()).write(tmp_path)
+    for _ in range(2):
+        folder = WeightsFolder(tmp_path, ModelWriter(Model()))
+        folder.put({})
+        folder.close()
+    assert [path for path in contents(tmp_path) if not path.startswith(SUBFOLDER)] == before
+
+
+def test_one_trainer_at_a_time(tmp_path):
+    first = WeightsFolder(tmp_path, ModelWriter(Model()))
+    with pytest.raises(ConfigError, match="another trainer"):
+        WeightsFolder(tmp_path, ModelWriter(Model()))
+    first.close()
+    first.close()
+    WeightsFolder(tmp_path, ModelWriter(Model())).put({})
+
+
+@pytest.mark.slow
+def test_what_a_killed_trainer_left_half_written_is_removed(tmp_path):
+    script = (
+        "import os, sys, pathlib\n"
+        "from foreroute.adapters.checkpoint import ModelWriter\n"
+        "from foreroute.engines.base import WeightsFolder\n"
+        "class Model:\n"
+        "    def save_pretrained(self, folder, state_dict):\n"
+        "        (folder / 'config.json').write_text('half')\n"
+        "        os.kill(os.getpid(), 9)\n"
+        "WeightsFolder(pathlib.Path(sys.argv[1]), ModelWriter(Model())).put({})"
+    )
+    subprocess.run([sys.executable, "-c", script, str(tmp_path)], env=environment(), timeout=120)
+    (half,) = (tmp_path / SUBFOLDER).iterdir()
+    assert contents(half) == ["config.json"]
+    whole = WeightsFolder(tmp_path, ModelWriter(Model())).put({})
+    assert list((tmp_path / SUBFOLDER).iterdir()) == [whole]
+
+
+def test_a_full_disk_is_one_error_and_leaves_no_half_checkpoint(tmp_path):
+    model = Model()
+    folder = WeightsFolder(tmp_path, ModelWriter(model))
+    model.room = False
+    with pytest.raises(ConfigError, match=r"written.*space"):
+        folder.put({})
+    assert contents(tmp_path) == [SUBFOLDER]
