@@ -29,7 +29,7 @@ from tests.robustness.doors_files import write_files
 from tests.traces import random_trace
 
 MOST = 0 if NIGHT else 16
-"""Cases of all verbs: by night all of them, which are about seven hundred."""
+"""Cases of all verbs: by night all of them, which are about eight hundred."""
 DEADLINE_S = 30.0
 MOST_BYTES_MORE = 1 << 30
 """Of memory, than what is loaded: a case that reads a device to its end shall not take the machine with it."""
