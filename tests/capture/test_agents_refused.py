@@ -94,11 +94,10 @@ def test_parts_of_a_record_or_all_of_it_are_left_out_with_a_sentence(tmp_path, c
     assert any(sentence in each for each in read.left_out)
 
 
-@pytest.mark.parametrize("kind", ["json", "tokens", "experts"])
-def test_frames_that_hold_more_than_is_stated_are_not_unpacked(tmp_path, kind):
+def test_frames_that_hold_more_than_is_stated_are_not_unpacked(tmp_path):
     skycap(tmp_path)
     bomb = scripted.compressed(bytes(MAX_TEXT + 1), states_size=False)
-    (tmp_path / f"tr_1.{kind}.zst").write_bytes(bomb)
+    (tmp_path / "tr_1.tokens.zst").write_bytes(bomb)
     with pytest.raises(CaptureError, match=r"holds.*\d+ bytes"):
         read_skycap(tmp_path / "tr_1.json.zst", model=SPEC, weight_version=1)
 

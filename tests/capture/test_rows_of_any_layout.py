@@ -25,7 +25,7 @@ LAYOUTS = {
 INDICES = {"neighbours": (1, 2, 3), "apart": (1, 3, 4)}  # of routed layers among five
 
 
-@settings(max_examples=120)
+@settings(max_examples=60)
 @given(data=st.data(), seed=st.integers(0, 2**32 - 1))
 def test_decode_takes_the_rows_that_python_picks(data, seed):
     rng, draw = np.random.default_rng(seed), data.draw
@@ -74,17 +74,15 @@ def test_decode_takes_the_rows_that_python_picks(data, seed):
 R = wires.rollout(np.random.default_rng(12), experts=128)
 
 
-@pytest.mark.parametrize("dtype", [np.uint8, np.uint16])
-def test_the_highest_number_is_a_gap_in_whole_rows_alone_and_with_one_pick_an_expert(dtype):
-    highest = np.iinfo(dtype).max
-    rows = R.routes_RLK.astype(dtype)
-    rows[3, 1] = highest
-    with pytest.raises(CaptureError, match=rf"ids from [01] to {highest}"):
+def test_the_highest_number_is_a_gap_in_whole_rows_alone_and_with_one_pick_an_expert():
+    rows = R.routes_RLK.astype(np.uint8)
+    rows[3, 1] = 255
+    with pytest.raises(CaptureError, match=r"ids from [01] to 255"):
         decode(rows, model=R.spec, token_ids=R.tokens)
-    r = wires.rollout(np.random.default_rng(13), experts=highest + 1, top_k=1)
-    rows = r.routes_RLK.astype(dtype)
-    rows[3] = highest
+    r = wires.rollout(np.random.default_rng(13), experts=256, top_k=1)
+    rows = r.routes_RLK.astype(np.uint8)
+    rows[3] = 255
     assert decode(rows, model=r.spec, token_ids=r.tokens).valid_N.sum() == 11
     spec = fr.RoutingSpec(128, 1, r.spec.layers)
-    with pytest.raises(TraceContentError, match=f"ids from {highest} to {highest}; expected 0 to 127"):
-        fr.RoutingTrace.from_sequences(spec, [[1, 2]], [np.full((1, 4, 1), highest, dtype)])
+    with pytest.raises(TraceContentError, match="ids from 255 to 255; expected 0 to 127"):
+        fr.RoutingTrace.from_sequences(spec, [[1, 2]], [np.full((1, 4, 1), 255, np.uint8)])

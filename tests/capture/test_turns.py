@@ -24,7 +24,7 @@ def turn(tokens, rows, start=0, versions=NO_VERSION):
     return RoutingTrace.from_rows(SPEC, [tokens], [whole], valid=[valid], weight_versions=[versions_T])
 
 
-@settings(max_examples=150)
+@settings(max_examples=50)
 @given(st.data())
 def test_turns_match_the_oracle(data):
     rng = np.random.default_rng(data.draw(st.integers(0, 2**32 - 1)))

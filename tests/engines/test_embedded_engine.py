@@ -53,6 +53,7 @@ def test_responses_end_with_the_end_token_or_at_the_limit_be_it_the_first():
     assert len({*generation.response_lengths.tolist()}) > 1, "the case must hold responses of several lengths"
 
 
+@pytest.mark.slow
 def test_new_weights_are_used():
     old, new = tiny("qwen3_moe"), tiny("qwen3_moe", seed=1)
     engine = EmbeddedEngine(old, "float32")
@@ -207,6 +208,7 @@ def test_choices_are_those_of_a_full_forward(family):
         assert stream_difference(recording.trace().streams["indexer"], own).differing == 0
 
 
+@pytest.mark.slow
 def test_they_are_recorded_on_request_alone_and_never_where_there_are_none():
     model = build("deepseek_v32", **SPARSE["deepseek_v32"])
     assert "indexer" not in sampled_sparse(model).trace.streams

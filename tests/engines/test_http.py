@@ -105,6 +105,7 @@ os._exit(0 if client.get("/x").value == [1] else 1)
 """Not of this process: what other tests' threads hold when it is forked, the child waits for without end."""
 
 
+@pytest.mark.slow
 def test_a_child_of_a_process_that_asked_may_ask():
     with serving(lambda *_: (200, [1])) as server:
         subprocess.run([sys.executable, "-c", FORKED, server.url], env=environment(), check=True, timeout=60)
@@ -137,7 +138,7 @@ def test_an_answer_that_is_not_what_it_announces_is_refused(head, body, said):
 
 def test_answers_come_in_the_order_of_their_requests_and_one_that_fails_calls_the_others_off():
     def answer(method, path, body):
-        time.sleep(0.2 * (body["n"] == 0))
+        time.sleep(0.05 * (body["n"] == 0))
         return (500, b"no") if body["n"] == 9 else (200, body)
 
     with serving(answer) as server:

@@ -16,7 +16,7 @@ def canary(lengths):
     return canary_trace(lengths, spec_of(num_experts=64))
 
 
-@pytest.mark.parametrize("seed", range(60))
+@pytest.mark.parametrize("seed", range(30))
 def test_any_mask_equals_a_loop(seed):
     rng = np.random.default_rng(seed)
     trace = random_trace(seed)

@@ -8,7 +8,7 @@ import pytest
 from foreroute import layout
 from tests.layout.layout_cases import canary_trace, decoded, draw_case
 
-SEEDS, SHARDS = range(120), 4
+SEEDS, SHARDS = range(60), 4
 """Each form is among these with each side; with those of the slow tests, with each number of ranks too."""
 
 
@@ -16,8 +16,8 @@ SEEDS, SHARDS = range(120), 4
     "seeds",
     [
         SEEDS,
-        pytest.param(range(120, 240), marks=pytest.mark.slow),
-        *(pytest.param(range(240 + n, 2400, SHARDS), marks=pytest.mark.exhaustive) for n in range(SHARDS)),
+        pytest.param(range(60, 180), marks=pytest.mark.slow),
+        *(pytest.param(range(180 + n, 2400, SHARDS), marks=pytest.mark.exhaustive) for n in range(SHARDS)),
     ],
 )
 def test_every_rank_gets_the_rows_of_the_oracle_and_gives_them_back_in_packed_order(seeds):

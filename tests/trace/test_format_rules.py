@@ -215,22 +215,16 @@ def test_the_rows_that_are_written_anew_are_the_rows_that_were(tmp_path):
         assert fr.load(forged(tmp_path / "t", STREAMS, words(frame, lambda sizes, gaps: None))).equals(STREAMS)
 
 
-EVEN = fr.RoutingSpec(64, 16, tuple(map(fr.RoutedLayer, range(1024))))
-UNEVEN = fr.RoutingSpec.of_sizes(map(fr.RoutedLayer, range(200)), [(200, 200), *[(200, 1)] * 199])
-
-
-@pytest.mark.parametrize(("spec", "rows", "becomes"), [(EVEN, 6000, 98358000), (UNEVEN, 2000, 80018000)])
-def test_far_more_memory_than_the_file_has_bytes_is_neither_written_nor_read(
-    tmp_path, monkeypatch, spec, rows, becomes
-):
+def test_far_more_memory_than_the_file_has_bytes_is_neither_written_nor_read(tmp_path, monkeypatch):
     """Rows without routes take next to nothing in a file; in memory, layers of one pick take as much as the largest."""
-    trace = fr.RoutingTrace.unrouted(spec, [np.zeros(rows, np.int32)])
-    with pytest.raises(TraceContentError, match=rf"\d+.*frames.*become {becomes}"):
+    spec = fr.RoutingSpec.of_sizes(map(fr.RoutedLayer, range(200)), [(200, 200), *[(200, 1)] * 199])
+    trace = fr.RoutingTrace.unrouted(spec, [np.zeros(2000, np.int32)])
+    with pytest.raises(TraceContentError, match=r"\d+.*frames.*become 80018000"):
         fr.save(trace, tmp_path / "t")
     monkeypatch.setattr("foreroute.trace.file.check_memory", lambda *_: None)
     fr.save(trace, tmp_path / "t")
     monkeypatch.undo()
-    with pytest.raises(TraceFileError, match=rf"\d+.*frames.*become {becomes}"):
+    with pytest.raises(TraceFileError, match=r"\d+.*frames.*become 80018000"):
         fr.load(tmp_path / "t")
 
 

@@ -29,7 +29,7 @@ def rows_of(trace):
     return [rows[a:b] for a, b in zip(trace.offsets[:-1].tolist(), trace.offsets[1:].tolist(), strict=True)]
 
 
-@settings(max_examples=80)
+@settings(max_examples=30)
 @given(seed=st.integers(0, 2**32 - 1), make=st.sampled_from([random_trace, uneven_trace]), data=st.data())
 def test_every_operation_carries_rows_and_every_stream(seed, make, data):
     a, b = (with_decisions(make(each), each) for each in (seed, seed + 1))

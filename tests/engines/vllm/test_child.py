@@ -115,6 +115,7 @@ def test_settings_are_arguments(fake_settings):
             fake_settings(options=wrong)
 
 
+@pytest.mark.slow
 def test_what_cannot_be_started_says_so(routed, started, fake_settings, tmp_path):
     with pytest.raises(EngineError, match=r"environment.*Install"):
         vllm.ServerSettings(python=tmp_path / "missing")

@@ -57,7 +57,7 @@ def largest_difference(routed, generation):
 def test_groups_with_prefix_cache_and_preemption(real):
     routed, engine = load(real, 0), real.engine
     before = {name: counted(engine, name) for name in ("num_preemptions", "prefix_cache_hits")}
-    sampling = replace(SAMPLING, group_size=4, max_new_tokens=100)
+    sampling = replace(SAMPLING, group_size=4, max_new_tokens=50)
     found = [engine.generate(prompts(100, 70, 5), sampling, seeded()) for _ in range(2)]
     assert all(counted(engine, name) > count for name, count in before.items()), before
     for generation in found:
