@@ -115,10 +115,19 @@ def test_a_packed_batch_is_cut_by_its_positions():
     batch = packed(ALL)
     assert decode(batch, model=R.spec).equals(fr.concatenate(KNOWN))
     assert decode(batch | {"attention_mask": None}, model=R.spec).equals(fr.concatenate(KNOWN))
-    padded = packed(ALL, padding=5)
-    behind = decode(padded, model=R.spec)  # a sequence of its own, without routes
+    behind = decode(packed(ALL, padding=5), model=R.spec)  # a sequence of its own, without routes
     assert behind.select([0, 1, 2]).equals(fr.concatenate(KNOWN))
     assert not behind.select([3]).valid_N.any()
+
+
+def test_padding_of_packed_rows_is_left_out_by_the_lengths():
+    rows, lengths = [packed(ALL, padding=5), packed(ALL[::-1], padding=5)], [len(r.tokens) for r in ALL]
+    batch = {name: torch.cat([row[name] for row in rows]) for name in rows[0]}
+    found = decode(batch | {"seq_lens": lengths + lengths[::-1]}, model=R.spec)
+    assert found.equals(fr.concatenate([*KNOWN, *KNOWN[::-1]]))
+    batch["position_ids"][:, -5:] = 0  # the first of them a sequence, and four of padding
+    lengths = [*lengths, 1, *lengths[::-1], 1]
+    assert decode(batch | {"seq_lens": lengths}, model=R.spec).lengths.tolist() == lengths
 
 
 def test_lengths_that_are_not_those_of_a_packed_batch_are_refused():
