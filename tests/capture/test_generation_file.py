@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from foreroute.capture import Generation, load_generation, save_generation
-from foreroute.errors import TraceContentError
+from foreroute.errors import TraceContentError, TraceFileError
 from tests.traces import random_trace
 
 
@@ -23,7 +23,8 @@ def test_round_trip(tmp_path, generation):
     assert np.array_equal(read.logprobs_R, generation.logprobs_R)
     assert np.array_equal(read.prompt_lengths, generation.prompt_lengths)
     assert [each.name for each in tmp_path.iterdir()] == ["rollout.safetensors"]
-    assert str(read.trace) in repr(read)
+    with pytest.raises(TraceFileError, match="already exists"):
+        save_generation(generation, path)
 
 
 def test_what_tools_said_between_turns_is_kept(tmp_path, generation):

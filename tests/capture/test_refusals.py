@@ -144,7 +144,6 @@ DAMAGED = [
     # without routes
     ({"choices": [choice(), choice(routed_experts=None)]}, r"choice 1 has no routed_experts in \['finish_"),
     ({"error": {"message": "no tokenizer, " * 9, "code": 400}}, "is an error of the engine: '(no tokenizer, ){9}';"),
-    ({"detail": "Not Found"}, "an error of the engine: 'Not Found'; ask again as its message says"),
     (
         [{"choices": [choice()]}, {"choices": [ABORTED]}],
         "output 1: choice 0 was aborted .finish_reason abort.*; leave it",

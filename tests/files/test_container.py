@@ -53,6 +53,7 @@ def read(content):
 @given(SOME_TENSORS, st.dictionaries(TEXTS, TEXTS, max_size=3))
 def test_what_is_written_is_read_here_and_by_the_library(tensors, metadata):
     content = tensors_to_bytes(metadata, tensors)
+    assert content == tensors_to_bytes(dict(reversed(metadata.items())), dict(reversed(tensors.items())))
     assert same(load(content), tensors)
     found_metadata, found = read(content)
     assert found_metadata == metadata

@@ -64,7 +64,8 @@ def at_once(write, number):
 def test_a_file_is_replaced_whole(tmp_path, content, temporary):
     target = tmp_path / "a" / "t"
     write_atomically(target, b"old")
-    write_atomically(target, content)
+    (tmp_path / "link").symlink_to(target)
+    write_atomically(tmp_path / "link", content)
     assert target.read_bytes() == b"new"
     assert [p.name for p in target.parent.iterdir()] == ["t"]
     with pytest.raises(FileExistsError):

@@ -47,10 +47,6 @@ def test_indices_widen_only_when_rows_need_it():
         ),
         (lambda: layout.pad([6], side="left", order="bshd").split_context(2, 0), "Give pad.to=. 4"),
         (lambda: layout.pack([4]).align_total(6).split_context(2, 0), "the tail of the line has 2 router rows"),
-        (
-            lambda: layout.pack([4]).split_context(2, 2),
-            "context-parallel rank is 2; expected a whole number from 0 to 1",
-        ),
         (lambda: layout.pack([8]).split_context(2, 0).split_context(2, 0), "split_context comes before"),
         (lambda: layout.pack([5]).split_sequence(2, 0), "5 router rows do not divide over 2 sequence-parallel ranks"),
     ],
