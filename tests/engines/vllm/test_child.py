@@ -152,7 +152,7 @@ def test_a_server_that_does_not_end_is_killed_with_all_it_started(started, monke
 
 def test_a_server_removes_no_folder_that_was_not_made_for_it(tmp_path):
     (tmp_path / "kept.txt").write_text("mine")
-    command = [sys.executable, "-m", "foreroute.engines.inside_vllm"]
+    command = [sys.executable, "-c", "from foreroute.engines import inside_vllm; inside_vllm._end_with_trainer()"]
     server = subprocess.Popen(
         command, cwd=tmp_path, stdin=subprocess.PIPE, env=environment(), start_new_session=True, stderr=subprocess.PIPE
     )
