@@ -122,8 +122,9 @@ def test_an_answer_longer_than_what_was_asked_for_is_refused():
     with serving(lambda *_: (200, b'"' + b"x" * 2000 + b'"')) as server:
         client = Client(server.url, timeout_s=5, what="the server")
         assert len(client.ask("/x", [{}], most_bytes=2002)[0].value) == 2000
-        with pytest.raises(EngineError, match="more than 2001 bytes"):
-            client.ask("/x", [{}], most_bytes=2001)
+    endless = b"HTTP/1.1 200 OK\r\nContent-Length: 100000\r\n\r\n" + b"x" * 3000
+    with dripping(endless) as url, pytest.raises(EngineError, match="more than 2001 bytes"):
+        Client(url, timeout_s=2, what="the server").ask("/x", [{}], most_bytes=2001)
 
 
 @pytest.mark.parametrize(
