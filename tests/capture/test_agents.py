@@ -138,7 +138,7 @@ RECORDED = Path(__file__).parent / "recorded"
 FORMS = {"nemo-gym": (check_gym, expect_gym), "skycap": (check_skycap, expect_skycap)}
 
 
-@grid("form", FORMS, quick=1)
+@grid("form", FORMS, quick=2)
 @pytest.mark.parametrize("seeds", [range(60), pytest.param(range(60, 1000), marks=pytest.mark.exhaustive)], ids=str)
 def test_scripted_rollouts_come_back(tmp_path, form, seeds):
     write_and_read, expect_all = FORMS[form]

@@ -60,6 +60,8 @@ def test_row_p_has_the_set_that_token_p_1_was_drawn_from(form):
     assert trace.streams[SAMPLING].num_choices == VOCABULARY
     bare = decode(wires.vllm_narrow(R), model=R.spec)
     assert trace.without_streams().equals(bare)
+    with pytest.raises(CaptureError, match=r"vocabulary.*known"):
+        decode(form(R, sets), model=R.spec)
 
 
 def test_a_set_of_all_tokens_left_nothing_out():

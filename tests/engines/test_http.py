@@ -47,12 +47,6 @@ def ending_in_time(within_s=5.0):
     assert time.monotonic() - start < within_s
 
 
-@pytest.fixture(autouse=True)
-def _proxy_that_nobody_asks(monkeypatch):
-    monkeypatch.setenv("ALL_PROXY", "http://127.0.0.1:9")
-    monkeypatch.delenv("NO_PROXY", raising=False)
-
-
 CHUNKED = b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n2;"
 DRIPS = {
     "an answer": (b"HTTP/1.1 200 OK\r\nContent-Length: 100000\r\n\r\n{", b" "),

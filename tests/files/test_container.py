@@ -100,6 +100,11 @@ def test_headers_that_are_no_text_are_refused(header):
         TensorFile(Held(len(text).to_bytes(8, "little") + text), InputError)
 
 
+def test_a_header_that_is_longer_than_allowed_is_not_read():
+    with pytest.raises(InputError, match=r"a header of \d+ bytes; expected 100 at most"):
+        TensorFile(Held(tensors_to_bytes({"who": "x" * 100}, {})), InputError, most_header_bytes=100)
+
+
 def test_truth_values_are_0_and_1():
     content = tensors_to_bytes({}, {"a": np.array([False, True])})
     assert read(content)[1]["a"].tolist() == [False, True]
