@@ -159,6 +159,21 @@ def test_what_fails_at_a_url_leaves_nothing_and_is_one_error():
     MemoryFileSystem.store.clear()
 
 
+def test_a_folder_is_looked_into_anew_each_time(monkeypatch):
+    """Stores keep what they listed, and a reader waits for what others write."""
+    kept, listed = {}, MemoryFileSystem.ls
+
+    def ls(store, path, detail=True):
+        return kept.setdefault(path, listed(store, path, detail=detail))
+
+    monkeypatch.setattr(MemoryFileSystem, "ls", ls)
+    monkeypatch.setattr(MemoryFileSystem, "invalidate_cache", lambda store, path=None: kept.clear())
+    for name in "ab":
+        write_at(f"memory://anew/{name}", lambda file: file.write(b"it"), TraceFileError, overwrite=False)
+        assert names_in("memory://anew", TraceFileError)[-1] == name
+    MemoryFileSystem.store.clear()
+
+
 def test_what_is_no_file_is_refused_at_once_by_the_callers_error(tmp_path):
     (tmp_path / "folder").mkdir()
     os.mkfifo(tmp_path / "fifo")

@@ -2,6 +2,7 @@
 
 from collections import Counter
 from dataclasses import replace
+from itertools import permutations
 
 import numpy as np
 import pytest
@@ -10,10 +11,10 @@ from hypothesis import strategies as st
 
 import foreroute as fr
 from foreroute.errors import SpecMismatchError, TraceContentError
-from foreroute.trace import NO_VERSION, DecisionStream, IndexerSpec, digest, extended
+from foreroute.trace import NO_VERSION, SAMPLING, DecisionStream, IndexerSpec, digest, extended
 from foreroute.trace.checks import check_rows
 from foreroute.trace.operations import count_assignments, overlap
-from tests.traces import picks_of, random_trace, spec_of, uneven_trace
+from tests.traces import picks_of, random_trace, spec_of, uneven_trace, with_decisions
 
 SPEC = spec_of(num_experts=4, top_k=2, num_layers=1)
 
@@ -80,7 +81,7 @@ def test_what_a_trace_does_not_hold_is_refused(use, message):
         use(random_trace(0))
 
 
-def test_digest_depends_on_tokens_routes_and_versions():
+def test_digest_depends_on_tokens_routes_versions_and_every_stream():
     a = random_trace(0)
     assert digest(a) == digest(a.select(np.arange(len(a))))
     assert digest(a) == digest(a.with_provenance(engine="other"))
@@ -88,7 +89,17 @@ def test_digest_depends_on_tokens_routes_and_versions():
     tokens = a.token_ids_N.copy()
     tokens[0] += 1
     changed.append(fr.RoutingTrace(a.spec, a.expert_ids_NLK, a.valid_N, tokens, a.weight_versions_N, a.offsets))
-    assert len({digest(t) for t in [a, *changed]}) == 4
+    with_streams = with_decisions(a, 0)
+    assert digest(with_streams) == digest(with_decisions(a, 0))
+    changed += [with_streams, with_decisions(a, 1), *map(with_streams.without_streams, (SAMPLING, "indexer"))]
+    assert len({digest(t) for t in [a, *changed]}) == 8
+
+
+def test_ids_that_no_expert_has_are_not_counted():
+    trace = random_trace(0)
+    trace.expert_ids_NLK[np.flatnonzero(trace.valid_N)[-1], 0, 0] = trace.spec.num_experts
+    with pytest.raises(TraceContentError, match=f"expert ids.*{trace.spec.num_experts}"):
+        count_assignments(trace, np.zeros(len(trace), int))
 
 
 @settings(max_examples=30)
@@ -107,6 +118,21 @@ def test_every_row_with_an_id_twice_or_too_high_is_refused_and_no_other(seed):
     named = f"sequence 0, position {bad[0]}" if bad[0] < 2 else f"sequence 2, position {bad[0] - 2}"
     with pytest.raises(TraceContentError, match=rf"{named}, decoder [01] has expert ids \["):
         check_rows(ids_NLK, valid_N, offsets, spec)
+
+
+@pytest.mark.parametrize(("experts", "layers"), [(8, 1), (127, 1), (128, 9), (129, 1), (255, 9), (256, 1)])
+def test_each_pair_and_each_place_of_eight_picks_is_looked_at(experts, layers):
+    """Eight picks of a byte are checked as one word, and eight layers at once."""
+    spec = spec_of(num_experts=experts, top_k=8, num_layers=layers)
+    good = np.tile(np.arange(experts - 8, experts, dtype=np.uint8), (1, layers, 1))
+    row = np.ones(1, bool), np.array([0, 1]), spec
+    check_rows(good, *row)
+    too_high = [(place, experts) for place in range(8) if experts < 256]
+    for place, value in [(a, good[0, 0, b]) for a, b in permutations(range(8), 2)] + too_high:
+        bad = good.copy()
+        bad[0, -1, place] = value
+        with pytest.raises(TraceContentError, match=r"decoder \d has expert ids"):
+            check_rows(bad, *row)
 
 
 LAYERS = (fr.RoutedLayer(0), fr.RoutedLayer(2))

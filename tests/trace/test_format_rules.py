@@ -9,7 +9,7 @@ import zstandard
 import foreroute as fr
 from foreroute.errors import TraceContentError, TraceFileError
 from foreroute.trace.file import ENCODINGS
-from tests.trace.forging import forged, frame_contents, holding, setting
+from tests.trace.forging import STAIRCASE, forged, frame_contents, holding, setting
 from tests.traces import random_trace, uneven_trace, with_decisions
 
 TRACE = random_trace(0)
@@ -78,6 +78,7 @@ METADATA = {
 
 TENSORS = {
     "a negative length": (places("lengths", -1), "are not sizes that add up to less than 2\\^63"),
+    "lengths whose sum wraps": (setting(lengths=np.array([*STAIRCASE, ROWS])), "are not sizes that add up to less"),
     "more rows than chunks have": (places("lengths", 99), "expected as many"),
     "an empty chunk": (
         lambda there, tensors: tensors.update({name: np.concatenate([tensors[name], tensors[name] * 0])

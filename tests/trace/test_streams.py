@@ -9,7 +9,7 @@ import foreroute as fr
 from foreroute.errors import SpecMismatchError, TraceContentError
 from foreroute.testing.routes import synthetic_trace
 from foreroute.trace import SAMPLING, DecisionStream, IndexerSpec, extended
-from foreroute.trace.checks import as_offsets
+from foreroute.trace.checks import as_offsets, join_ranges
 from tests.traces import picks_of, random_trace, spec_of, uneven_trace, with_decisions
 
 
@@ -106,6 +106,7 @@ def test_traces_with_and_without_a_stream_do_not_mix_by_accident():
         ({"ids": [1, 2.5, 4]}, "float64 ids"),
         ({"ids": [1, 2]}, "3 ids by their counts, and 2 are there"),
         ({"counts": [2, 1]}, r"expected integer counts \[3, 1\]"),
+        ({"counts": [3, -1, 1]}, "lengths must be 0 or more"),
         ({"valid": [1, 0, 0]}, "a row without a decision has ids"),
         ({"valid": [0.5, 1, 1]}, "expected bools"),
         ({"num_choices": 0}, "num_choices is 0"),
@@ -117,6 +118,13 @@ def test_impossible_sets_are_refused(changed, message):
     assert sets_of(DecisionStream.from_sets(**good)) == [[[1, 4]], None, [[3]]]
     with pytest.raises(TraceContentError, match=message):
         DecisionStream.from_sets(**{**good, **changed})
+
+
+@pytest.mark.parametrize("lengths", [[2**63 - 1, 2**63 - 1, 7], [3, -1], [2**62, 2**62]])
+def test_lengths_whose_sum_wraps_are_refused(lengths):
+    for use in (as_offsets, lambda lengths: join_ranges(np.zeros_like(lengths), lengths)):
+        with pytest.raises(TraceContentError, match="lengths"):
+            use(np.array(lengths, np.int64))
 
 
 LAYERS = (fr.RoutedLayer(1), fr.RoutedLayer(4))

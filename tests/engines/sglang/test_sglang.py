@@ -12,7 +12,7 @@ import pytest
 from foreroute.adapters.checkpoint import ServedModel
 from foreroute.capture import Sampling
 from foreroute.engines import sglang
-from foreroute.errors import EngineError
+from foreroute.errors import CaptureError, EngineError
 from foreroute.trace import SAMPLING, IndexerSpec, RoutedLayer
 from tests.engines.recorded_answers import assert_routes, payload, serving
 from tests.engines.small_policy import END, policy, seeded
@@ -100,6 +100,15 @@ def test_a_rollout_with_cuts_asks_for_masks_and_takes_the_log_probs_on_them(tmp_
     assert not plain.trace.streams
 
 
+@pytest.mark.parametrize(
+    ("mask", "said"), [(None, "lacks or garbles"), ([[1, 2]] * 5, "was sampled and is not in its mask")]
+)
+def test_masks_that_the_server_did_not_return_are_missed(tmp_path, mask, said):
+    lying = Server(lie=lambda answers: answers[0]["meta_info"].update(output_token_sampling_mask=mask))
+    with serving(lying) as server, pytest.raises((EngineError, CaptureError), match=said):
+        rollout(server.url, tmp_path, top_p=0.9)
+
+
 @pytest.mark.parametrize("enabled", [True, False])
 def test_choices_of_indexers_are_asked_for_where_the_server_returns_them(tmp_path, enabled):
     """By the source of SGLang: int32 [tokens - 1, layers, top-k], and -1 behind the last."""
@@ -147,6 +156,20 @@ def test_choices_of_indexers_are_asked_for_where_the_server_returns_them(tmp_pat
 def test_what_the_server_fails_at_is_reported(tmp_path, changes, said):
     with serving(Server(**changes)) as server, pytest.raises(EngineError, match=said):
         rollout(server.url, tmp_path)
+
+
+def test_weights_that_were_refused_sample_nothing_and_newer_servers_are_warned_of(tmp_path):
+    routed = policy()
+    info = {"enable_return_routed_experts": True, "version": "0.6.0"}
+    refused = {"success": False, "message": "x" * 5000}
+    with serving(Server(**{"/server_info": info, "/update_weights_from_disk": refused})) as server:
+        with pytest.warns(UserWarning, match=r"SGLang 0\.6\.0.*newer.*0\.5\.23"):
+            engine = sglang.SGLangServerEngine(ServedModel.of(routed), server.url, weights_folder=tmp_path, timeout_s=5)
+        with pytest.raises(EngineError) as caught:
+            engine.load_weights(routed.model.state_dict(), version=3)
+        assert len(str(caught.value)) < 1000
+        with pytest.raises(EngineError, match=r"weights.*unknown"):
+            engine.generate([PROMPT], SAMPLED, seeded())
 
 
 def rollout(url, folder, *, served=None, group_size=2, **cuts):

@@ -14,7 +14,7 @@ from foreroute.engines import vllm
 from foreroute.engines.http import Answer
 from foreroute.engines.vllm import missing_settings
 from foreroute.engines.vllm_server import EXTENSION
-from foreroute.errors import ConfigError, EngineError
+from foreroute.errors import CaptureError, ConfigError, EngineError
 from foreroute.trace import SAMPLING
 from tests.engines.recorded_answers import assert_routes, payload, serving
 from tests.engines.small_policy import END, seeded
@@ -158,6 +158,10 @@ def test_cuts_ask_for_masks_and_every_request_of_such_a_server_has_a_bound(route
         cuts = [{name: each[name] for name in ("temperature", "top_k", "top_p", "min_p")} for each in asked]
         assert cuts[0] == {"temperature": 0.8, "top_k": 64, "top_p": 0.9, "min_p": 0.0}
         assert (cuts[1]["temperature"], cuts[1]["top_k"]) == (1.0, 1)
+        for mask, said in ((None, "lacks or garbles"), ([[3]] * 4, "4 sampling masks, 13 tokens and 5 of them gen")):
+            answers.lie = lambda answer, mask=mask: answer["choices"][0].update(sampling_mask=mask)
+            with pytest.raises((EngineError, CaptureError), match=said):
+                engine.generate([PROMPT], sampling, seeded())
         engine.close()
     with serving(Server()) as server, pytest.raises(ConfigError, match="--return-sampling-mask"):
         engine_at(server, routed, tmp_path).generate([PROMPT], sampling, seeded())
