@@ -63,8 +63,9 @@ night-newest:
 	$(NEWEST)/bin/$(notdir $(PYTEST)) -m "not slow and not exhaustive"
 	$(NEWEST)/bin/foreroute demo
 
-# the oldest release of vLLM, the default and the newest, as servers of this machine against Hugging Face, and the page of
-# the table: half an hour at most
+# the oldest release of vLLM, the default and the newest, as engines of this machine against Hugging Face: half an hour at
+# most
 night-engines: $(READY) $(VLLM_READY) $(VLLM_OTHERS:%=%/.ready)
-	FOREROUTE_VLLM_PYTHONS="$(VLLM_ENV:%=%/bin/python) $(VLLM_OTHERS:%=%/bin/python)" $(BIN)/pytest -q tests/engines/releases
-	$(BIN)/python -m tests.engines.releases > tests/engines/releases/README.md
+	set -e; for made in $(VLLM_ENV) $(VLLM_OTHERS); do \
+	  FOREROUTE_VLLM_PYTHON=$$made/bin/python $(BIN)/pytest -q tests/engines/releases; \
+	done

@@ -1,9 +1,8 @@
-# Scores: the conformance kit on the replay of others, and our decoders on the code that writes their routes. Both run on the
-# environment of make/peers.mk, behind which the Makefile includes this file; PEERS_ENV, PEERS_READY and KERNELS are named
-# before. The packages of SCORES_PACKAGES are read, not imported, but for verl's controller and what twinkle imports.
+# Scores: the conformance kit on the replay of others. It runs on the environment of make/peers.mk, behind which the Makefile
+# includes this file; PEERS_ENV, PEERS_READY and KERNELS are named before. SCORES_PACKAGES are verl, for its controller, and
+# what twinkle imports.
 
-SCORES_PACKAGES := skyrl==0.3.0 ms-swift==4.6.0 areal==1.0.4 verifiers==0.4.0 renderers==0.1.12 verl==0.9.1 \
-	pyzmq==27.3.0 pillow==12.3.0
+SCORES_PACKAGES := verl==0.9.1 pyzmq==27.3.0 pillow==12.3.0
 SCORES_FOLDER := $(PEERS_ENV)/with-scores
 SCORES_READY := $(SCORES_FOLDER)/.ready-$(call hash,make/scores.mk)
 
@@ -19,5 +18,4 @@ scores: $(SCORES_READY) $(KERNELS)
 
 # the same, held against that page
 night-scores: $(SCORES_READY) $(KERNELS)
-	PYTHONPATH="$(CURDIR)/src:$(CURDIR)/$(SCORES_FOLDER)" $(PEERS_ENV)/bin/python -m pytest -q tests/capture/test_peer_code.py
 	PYTHONPATH="$(CURDIR)/src" $(PEERS_ENV)/bin/python -m tests.conformance.peers

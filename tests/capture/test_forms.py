@@ -1,16 +1,19 @@
-"""Every form, written byte for byte by code that knows nothing of the decoders, comes back as the known routes."""
+"""Every form, written byte for byte by code that knows nothing of the decoders, comes back as the known routes.
 
-import io
-import json
+Rows without a route are told by -1, by zeros at the end of verl's batch, or as no row at all. The last token was
+sampled and never fed: what stands for it in a capture is no route, whoever made it up.
+"""
 
 import numpy as np
 import pytest
 
 import foreroute as fr
 from foreroute.capture import decode
+from foreroute.errors import CaptureError
 from tests import wires
 
 RNG = np.random.default_rng(3)
+R, SHORT, OTHER = (wires.rollout(RNG, prompt=p, response=g) for p, g in ((7, 5), (4, 3), (6, 4)))
 
 # name -> (writer, its form, whether it carries the tokens)
 FORMS = {
@@ -52,16 +55,6 @@ def test_round_trip(name, shape):
     assert trace.provenance == {"wire": form}
 
 
-@pytest.mark.parametrize("name", [name for name in FORMS if name.startswith(("vllm", "sglang"))])
-def test_rows_before_the_start_are_absent(name):
-    r = wires.rollout(RNG)
-    writer, _, has_tokens = FORMS[name]
-    trace = decode(writer(r, 5), model=r.spec, start=5, token_ids=None if has_tokens else r.tokens)
-    assert trace.valid_N.tolist() == [False] * 5 + [True] * 6 + [False]
-    assert np.array_equal(trace.expert_ids_NLK[5:11], r.routes_RLK[5:])
-    assert set(trace.expert_ids_NLK[:5].ravel().tolist()) == {0}
-
-
 def test_verl_batch_drops_padding_and_marks_zero_rows():
     a, b = wires.rollout(RNG), wires.rollout(RNG, prompt=3, response=9)
     batch = wires.verl([a, b])
@@ -71,14 +64,6 @@ def test_verl_batch_drops_padding_and_marks_zero_rows():
     assert trace.tokens(1).tolist() == b.tokens
     assert np.flatnonzero(~trace.valid_N).tolist() == [11, 12 + 9, 12 + 10, 12 + 11]
     assert trace.select([0]).equals(known(a))
-
-
-def test_numpy_writes_the_header_that_is_read():
-    r = wires.rollout(RNG)
-    for array in (r.all_layers().astype(np.uint8), np.asfortranarray(r.all_layers().astype(np.uint16))):
-        file = io.BytesIO()
-        np.save(file, array, allow_pickle=False)
-        assert decode(file.getvalue(), model=r.spec, token_ids=r.tokens).equals(known(r))
 
 
 def test_every_choice_and_every_output_is_a_sequence():
@@ -93,17 +78,96 @@ def test_every_choice_and_every_output_is_a_sequence():
     assert texts.equals(arrays)
 
 
-def test_gemma_style_interleaved_dense_layers():
-    spec = fr.RoutingSpec(16, 3, tuple(fr.RoutedLayer(i) for i in (1, 3, 5)))
-    base = wires.rollout(RNG, layers=3, dense=0)
-    for num_layers in (6, 8):  # dense layers may also come behind the last one that routes
-        r = wires.Rollout(spec, num_layers, base.prompt, base.response, base.routes_RLK)
-        assert decode(wires.vllm_http(r), model=spec).equals(known(r))
-        assert decode(wires.sglang(r), model=spec, token_ids=r.tokens).equals(known(r))
+@pytest.mark.parametrize("absent", [[0], [4], [3, 5, 10], list(range(10))])
+def test_rows_of_zeros_before_a_routed_row_are_refused(absent):
+    batch = wires.verl([R])
+    batch["routed_experts"][0, absent] = 0
+    with pytest.raises(CaptureError, match=rf"no route at position {absent[0]}, and one at position .*only at the end"):
+        decode(batch, model=R.spec)
 
 
-def test_texts_are_read_as_their_values_are():
-    r = wires.rollout(RNG)
-    text = wires.sglang(r)
-    for output in (text, text.encode(), bytearray(text.encode()), json.loads(text)):
-        assert decode(output, model=r.spec, token_ids=r.tokens).equals(known(r))
+@pytest.mark.parametrize("absent", [[0], [4, 5], list(range(10))])
+def test_a_row_of_minus_one_is_absent_whatever_the_form(absent):
+    rows, batch = R.routes_RLK.astype(np.int64), wires.verl([R])
+    rows[absent] = batch["routed_experts"][0, absent] = -1
+    for output in (rows, rows.tolist(), batch):
+        trace = decode(output, model=R.spec, token_ids=[R.tokens])
+        assert np.flatnonzero(~trace.valid_N).tolist() == [*absent, 11]
+        assert np.array_equal(trace.expert_ids_NLK[trace.valid_N], np.delete(R.routes_RLK, absent, axis=0))
+
+
+MADE_UP = {
+    "the first experts": np.tile(np.arange(3), (4, 1)),
+    "the row before": R.routes_RLK[-1],
+    "zeros": np.zeros((4, 3), int),
+    "no ids": np.full((4, 3), 99),
+    "-1 in part": np.full((4, 3), [-1, 2, 3]),
+}
+
+
+@pytest.mark.parametrize("row", MADE_UP.values(), ids=MADE_UP)
+def test_a_row_for_the_last_token_is_no_route(row):
+    """Nor when the caller says so."""
+    rows = np.concatenate([R.routes_RLK, row[None]])
+    for output in (rows, rows.tolist(), wires.npy(rows.astype("<i4")), [rows]):
+        assert decode(output, model=R.spec, token_ids=[R.tokens]).equals(known(R))
+    assert decode(rows, model=R.spec, token_ids=R.tokens, valid=np.ones(12, bool)).equals(known(R))
+
+
+def test_an_aborted_choice_that_has_rows_is_read():
+    """Those of the prompt, of which all but the last row produced a token of it."""
+    text = wires.npy_text(SHORT.all_layers()[:3].astype(np.uint8))
+    answer = wires.vllm_answer(SHORT, finish_reason="abort", token_ids=[], routed_experts=text)
+    trace = decode(answer, model=SHORT.spec)
+    assert trace.equals(
+        known(SHORT).truncated([3]).continued_by(fr.RoutingTrace.unrouted(SHORT.spec, [SHORT.prompt[3:]]))
+    )
+
+
+def split(r, write, **changes):
+    """As vLLM 0.21 answers: a row for each token of the prompt, and one for each sampled token but the last."""
+    prompt, rows = r.routes_RLK[: len(r.prompt)], r.routes_RLK[len(r.prompt) :]
+    answer = {"index": 0, "token_ids": r.response, "routed_experts": write(rows), **changes}
+    return {"prompt_token_ids": r.prompt, "prompt_routed_experts": write(prompt), "choices": [answer]}
+
+
+WRITERS = {
+    "lists": np.ndarray.tolist,
+    "arrays": lambda rows: rows.astype(np.int16),
+    "base64": lambda rows: wires.npy_text(rows.astype(np.uint8)),
+}
+
+
+@pytest.mark.parametrize("write", WRITERS.values(), ids=WRITERS)
+def test_routes_of_prompt_and_output_in_two_fields_are_joined(write):
+    assert decode(split(SHORT, write), model=SHORT.spec).equals(known(SHORT))
+    both = decode([split(SHORT, write), split(OTHER, write)], model=SHORT.spec)
+    assert both.equals(fr.concatenate([known(SHORT), known(OTHER)]))
+    moved = split(SHORT, write)
+    moved["choices"][0]["prompt_routed_experts"] = moved.pop("prompt_routed_experts")
+    assert decode(moved, model=SHORT.spec).equals(known(SHORT)), (
+        "a proxy may put it into the choice, where vLLM does not"
+    )
+
+
+def test_fields_that_do_not_join_are_refused():
+    for change, match in (
+        ({"prompt_routed_experts": SHORT.routes_RLK[:3]}, r"\(3, 4, 3\) for a prompt of 4 tokens"),
+        ({"prompt_routed_experts": SHORT.routes_RLK[:4, :3]}, r"\(2, 4, 3\) behind it"),
+        ({"prompt_routed_experts": 5}, "routed_experts of choice 0 is a int"),
+    ):
+        with pytest.raises(CaptureError, match=match):
+            decode(split(SHORT, np.ndarray.tolist) | change, model=SHORT.spec)
+    alone = split(SHORT, np.ndarray.tolist)
+    del alone["prompt_routed_experts"]
+    with pytest.raises(CaptureError, match=r"2 rows .*prompt_routed_experts.*start="):
+        decode(alone, model=SHORT.spec)
+    with pytest.raises(CaptureError, match=r"5 rows for 7.*: pass start="):
+        decode(split(SHORT, np.ndarray.tolist, routed_experts=SHORT.routes_RLK[4:5]), model=SHORT.spec)
+
+
+@pytest.mark.parametrize("kind", [list, np.array])
+def test_each_sequence_may_have_a_start_of_its_own(kind):
+    answers = [wires.vllm_http(SHORT, 3), wires.vllm_http(OTHER, 1)]
+    trace = decode(answers, model=SHORT.spec, start=kind([3, 1]))
+    assert np.flatnonzero(trace.valid_N).tolist() == [*range(3, 6), *range(8, 16)]

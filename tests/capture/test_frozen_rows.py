@@ -5,7 +5,6 @@ import pytest
 
 import foreroute as fr
 from foreroute.capture import decode
-from foreroute.capture.checks import frozen_rows
 from foreroute.errors import CaptureError
 
 RNG = np.random.default_rng(11)
@@ -57,15 +56,6 @@ def test_thirty_two_rows_of_one_layer_are_enough_wherever_they_begin_and_thirty_
         read(WIDE, freeze(rows, first, 32, [3]))
 
 
-def test_one_other_pick_or_another_order_shows_that_rows_were_written():
-    rows = freeze(healthy(WIDE, 99), 40, 40, [2])
-    turned = rows.copy()
-    turned[60, 2] = turned[60, 2, ::-1]  # a router that stays with a set weighs it anew
-    assert not frozen_rows(read(WIDE, turned))
-    rows[60, 2, 7] = next(e for e in range(128) if e not in rows[60, 2])
-    assert not frozen_rows(read(WIDE, rows))  # two runs of 20 and 19
-
-
 def test_a_layer_that_never_changes_over_short_requests_is_refused():
     spec = spec_of(16, 2)
     sequences = [healthy(spec, 9) for _ in range(6)]
@@ -73,46 +63,6 @@ def test_a_layer_that_never_changes_over_short_requests_is_refused():
         rows[:, 4] = [3, 11]
     with pytest.raises(CaptureError, match=r"decoder 4 sends 54 rows.* to experts \[3, 11\]"):
         read(spec, *sequences)
-
-
-@pytest.mark.parametrize(
-    ("experts", "top_k", "layers", "enough"),
-    [(128, 8, [1], 13), (16, 4, [1], 13), (8, 2, slice(None), 13), (8, 7, slice(None), 13), (4, 1, slice(None), 13)],
-)
-def test_how_many_different_tokens_it_takes(experts, top_k, layers, enough):
-    """They would stay with a chance below 2^-30, where 20 rows beside say that no more than 1 of 6 has these picks."""
-    spec = spec_of(experts, top_k)
-    rows = freeze(healthy(spec, 99), 20, 60, layers)
-    rows[[19, 80]] = (rows[20] + 1) % experts  # other picks at both ends
-    for tokens in (enough, enough - 1):
-        ids = np.arange(100) + 1000
-        ids[20:80] = np.arange(60) % tokens
-        if tokens == enough:
-            with pytest.raises(
-                CaptureError, match=rf"position 20: decoder \d.* sends 60 rows, from there on, of {tokens} "
-            ):
-                read(spec, rows, tokens=[ids])
-        else:
-            read(spec, rows, tokens=[ids])
-
-
-def test_a_loop_of_seven_tokens_may_stay_and_one_of_eight_may_not():
-    rows = freeze(healthy(WIDE, 99), 0, 99, [1])
-    read(WIDE, rows, tokens=[np.arange(100) % 7])
-    with pytest.raises(CaptureError, match=r"99 rows.* 8 different tokens"):
-        read(WIDE, rows, tokens=[np.arange(100) % 8])
-
-
-@pytest.mark.parametrize(("experts", "top_k"), [(8, 2), (8, 7), (16, 1), (16, 3)])
-def test_one_layer_of_few_picks_may_stay_over_a_text(experts, top_k):
-    """As in models of random weights; all layers may not, nor one over the whole trace."""
-    spec = spec_of(experts, top_k)
-    rows = healthy(spec, 199)
-    read(spec, freeze(rows, 20, 179, [1]))
-    with pytest.raises(CaptureError, match=r"position 20: decoder 0.*179"):
-        read(spec, freeze(rows, 20, 179))
-    with pytest.raises(CaptureError, match=r"position 0: decoder 1 sends 199 rows"):
-        read(spec, freeze(rows, 0, 199, [1]))
 
 
 @pytest.mark.parametrize(("experts", "top_k"), [(2, 1), (4, 1), (8, 2), (4, 3)])
@@ -124,19 +74,9 @@ def test_healthy_routers_of_few_experts_pass(experts, top_k, hot):
         read(spec, healthy(spec, 3000, hot=hot), healthy(spec, 50, hot=hot))
 
 
-def test_one_buffer_that_stands_in_all_requests_is_no_collapsed_router():
-    """Each request has rows of its own before it freezes; of a collapsed router they go to the same set too."""
-    spec, stale = spec_of(8, 2), healthy(spec_of(8, 2), 1)
-    sequences = [np.concatenate([healthy(spec, 9), np.repeat(stale, count, axis=0)]) for count in (20, 25, 60, 90, 90)]
-    with pytest.raises(CaptureError, match=r"sequence 2, position 9.*0.*60"):
-        read(spec, *sequences)
-
-
-def test_a_router_without_a_choice_passes():
-    spec = spec_of(4, 4)
-    rows = np.tile(np.arange(4), (200, 6, 1))
-    read(spec, rows)
-    read(spec_of(1, 1), np.zeros((200, 6, 1), int))
+@pytest.mark.parametrize(("experts", "top_k"), [(4, 4), (1, 1)])
+def test_a_router_without_a_choice_passes(experts, top_k):
+    read(spec_of(experts, top_k), np.tile(np.arange(top_k), (200, 6, 1)))
 
 
 @pytest.mark.parametrize("at", [1, 17, 50, 98])

@@ -5,9 +5,8 @@ import pytest
 
 import foreroute as fr
 from foreroute.capture import decode
-from foreroute.errors import CaptureError, SpecMismatchError
-from foreroute.mismatch import Defect, explain, routing_mismatch
-from foreroute.trace import LayerKind, extended
+from foreroute.errors import CaptureError
+from foreroute.trace import LayerKind
 from foreroute.trace.operations import with_lookups
 from tests import wires
 
@@ -46,11 +45,6 @@ def test_their_zeros_are_left_out_and_the_rest_is_kept(writer, layers):
     assert with_lookups(trace, SPEC, LOOKUPS).equals(WHOLE)
 
 
-def test_what_was_recorded_stays():
-    assert decode(R.routes_RLK, model=SPEC, token_ids=R.tokens).equals(WHOLE)
-    assert with_lookups(WHOLE, SPEC, LOOKUPS) is WHOLE
-
-
 def test_zeros_elsewhere_and_a_row_of_them_are_refused():
     with pytest.raises(CaptureError, match=r"zeros in 3 of 5 layers .first: hash 0"):
         decode(without(R, [0, 1, 2]).routes_RLK, model=SPEC, token_ids=R.tokens)
@@ -60,46 +54,3 @@ def test_zeros_elsewhere_and_a_row_of_them_are_refused():
     rows[4, 0] = 0
     with pytest.raises(CaptureError, match=r"position 4.*0.*expert.*0, 0, 0"):
         decode(rows, model=SPEC, token_ids=R.tokens)
-
-
-def test_with_one_pick_zeros_are_experts():
-    spec = fr.RoutingSpec(16, 1, LAYERS)
-    rows = wires.rollout(RNG, top_k=1, layers=5, dense=0).routes_RLK
-    rows[:, 0] = 0
-    assert decode(rows, model=spec, token_ids=R.tokens).spec == spec
-
-
-def test_sequences_with_them_and_without_are_joined_on_the_other_layers():
-    other = rollout(prompt=3, response=4)
-    full, cut = (decode(each.routes_RLK, model=SPEC, token_ids=R.tokens) for each in (R, without(R)))
-    both = decode([R.routes_RLK, without(other).routes_RLK], model=SPEC, token_ids=[R.tokens, other.tokens])
-    assert both.select([0]).equals(cut)
-    unrouted = fr.RoutingTrace.unrouted(SPEC, [[1, 2]])
-    for first, second in ((full, cut), (cut, full), (unrouted, cut)):
-        assert fr.concatenate([first, second]).equals(fr.concatenate([first.select_layers(DECODER.layers), cut]))
-        assert first.continued_by(second).spec == DECODER
-    start = fr.RoutingTrace.unrouted(SPEC, [R.tokens[:5]])
-    assert extended(start, cut).equals(cut)
-    assert fr.concatenate([full, full]).spec == SPEC
-    with pytest.raises(SpecMismatchError, match="concatenate belongs"):
-        fr.concatenate([full, full.select_layers(LAYERS[:3])])
-
-
-def test_a_trainers_trace_is_compared_with_an_engines_on_the_other_layers():
-    cut = decode(without(R).routes_RLK, model=SPEC, token_ids=R.tokens)
-    shifted = fr.RoutingTrace.from_sequences(SPEC, [R.tokens], [np.roll(R.routes_RLK, 1, axis=0)])
-    for mine, kind in ((WHOLE, Defect.NONE), (shifted, Defect.SHIFT)):
-        assert explain(mine, cut).kind is kind
-        found = routing_mismatch(cut, mine)
-        assert (found.rows, len(found.differing_L)) == (11, 3)
-        assert (found.differing_share == 0) == (kind is Defect.NONE)
-    logprobs = np.full(11, -1.0)
-    compared = fr.compare(logprobs, logprobs, engine_routes=cut, trainer_routes=WHOLE)
-    assert compared.metrics["overlap"] == 1
-
-
-def test_a_trace_that_lacks_more_is_refused():
-    with pytest.raises(SpecMismatchError, match=r"belongs.*another"):
-        with_lookups(WHOLE.select_layers(LAYERS[1:3]), SPEC, LOOKUPS)
-    with pytest.raises(SpecMismatchError, match=r"belongs.*another"):
-        with_lookups(WHOLE.select_layers(DECODER.layers), SPEC, {})

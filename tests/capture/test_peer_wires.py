@@ -26,9 +26,6 @@ def read(output, number=0, **given):
     return decode(output, model=R.spec, token_ids=[TOKENS[number]], **given)
 
 
-TYPES = ("uint8", "int16", "uint16", "int32", "int64", "uint64")
-
-
 def in_bytes(rows, write=bytes):
     return table(rows) | {"data": write(rows.tobytes())}
 
@@ -38,7 +35,7 @@ ROUTES = {
     "flat": lambda rows: rows.reshape(len(rows), -1),
     "table of bytes": in_bytes,
     "table of base64 in a view": lambda rows: in_bytes(rows, lambda data: memoryview(base64.b64encode(data))),
-    **{f"table of {dtype}": lambda rows, dtype=dtype: table(rows.astype(dtype), __ndarray__=True) for dtype in TYPES},
+    "table of uint16": lambda rows: table(rows.astype(np.uint16), __ndarray__=True),
 }
 """AReaL's rows are flat; ms-swift's server marks its tables; verifiers' and renderers' have bytes."""
 
@@ -58,14 +55,9 @@ def test_routes_are_read_alone_in_a_list_as_text_and_inside_an_answer(form):
 
 def test_a_table_may_state_where_it_starts():
     """prime-rl's and dynamo's do."""
-    late, expected = table(R.routes_RLK[2:], start=2), read(R.routes_RLK[2:], start=2)
-    answer = wires.vllm_answer(R, routed_experts=late)
-    for output in (late, answer):
-        assert read(output).equals(expected)
-        assert read(output, start=2).equals(expected)
-    assert read(table(R.routes_RLK, start=0)).equals(KNOWN[0])
-    several = [late, table(SHORT.routes_RLK, start=0)]
-    assert decode(several, model=R.spec, token_ids=TOKENS[:2]).equals(fr.concatenate([expected, KNOWN[1]]))
+    several = [table(R.routes_RLK[2:], start=2), table(SHORT.routes_RLK, start=0)]
+    expected = [read(R.routes_RLK[2:], start=2), KNOWN[1]]
+    assert decode(several, model=R.spec, token_ids=TOKENS[:2]).equals(fr.concatenate(expected))
 
 
 def test_branches_of_verifiers_have_a_row_for_each_token():
@@ -123,34 +115,19 @@ def test_a_packed_batch_is_cut_by_its_positions():
     batch = packed(ALL)
     assert decode(batch, model=R.spec).equals(fr.concatenate(KNOWN))
     assert decode(batch | {"attention_mask": None}, model=R.spec).equals(fr.concatenate(KNOWN))
-    padded = packed(ALL, padding=5)
-    behind = decode(padded, model=R.spec)  # a sequence of its own, without routes
+    behind = decode(packed(ALL, padding=5), model=R.spec)  # a sequence of its own, without routes
     assert behind.select([0, 1, 2]).equals(fr.concatenate(KNOWN))
     assert not behind.select([3]).valid_N.any()
 
 
-def test_rows_of_padding_hold_no_routes_whatever_stands_for_none():
-    """Zeros, or -1: of a mask that counts it, and of packed rows whose positions start anew in it."""
-    lengths = [len(r.tokens) for r in ALL]
-    for none in (0, -1):
-        masked = skyrl(ALL, "int64")
-        del masked["rewards"]
-        masked = {name: torch.cat([values, torch.ones_like(values[:, :2])], 1) for name, values in masked.items()}
-        masked["rollout_expert_indices"][:, -2:] = none
-        assert decode(masked | {"seq_lens": lengths}, model=R.spec).equals(fr.concatenate(KNOWN))
-        for starts in (np.zeros(5, int), np.arange(5)):
-            rows = [packed(ALL, padding=5), packed(ALL[::-1], padding=5)]
-            for row in rows:
-                row["routed_experts"][0, -5:] = none
-                row["position_ids"][0, -5:] = torch.from_numpy(starts)
-            batch = {name: torch.cat([row[name] for row in rows]) for name in rows[0]}
-            found = decode(batch | {"seq_lens": lengths + lengths[::-1]}, model=R.spec)
-            assert found.equals(fr.concatenate([*KNOWN, *KNOWN[::-1]]))
-        batch["position_ids"][:, -5:] = 0  # the first of them a sequence, and four of padding
-        found = decode(batch | {"seq_lens": [*lengths, 1, *lengths[::-1], 1]}, model=R.spec)
-        assert found.lengths.tolist() == [*lengths, 1, *lengths[::-1], 1]
-        with pytest.raises(CaptureError, match=r"seq_lens are .*at least|routes outside"):
-            decode(batch | {"seq_lens": lengths + lengths}, model=R.spec)
+def test_padding_of_packed_rows_is_left_out_by_the_lengths():
+    rows, lengths = [packed(ALL, padding=5), packed(ALL[::-1], padding=5)], [len(r.tokens) for r in ALL]
+    batch = {name: torch.cat([row[name] for row in rows]) for name in rows[0]}
+    found = decode(batch | {"seq_lens": lengths + lengths[::-1]}, model=R.spec)
+    assert found.equals(fr.concatenate([*KNOWN, *KNOWN[::-1]]))
+    batch["position_ids"][:, -5:] = 0  # the first of them a sequence, and four of padding
+    lengths = [*lengths, 1, *lengths[::-1], 1]
+    assert decode(batch | {"seq_lens": lengths}, model=R.spec).lengths.tolist() == lengths
 
 
 def test_lengths_that_are_not_those_of_a_packed_batch_are_refused():
@@ -166,24 +143,12 @@ def test_lengths_that_are_not_those_of_a_packed_batch_are_refused():
         decode(batch | {"seq_lens": lengths}, model=R.spec)
 
 
-def test_a_mask_of_tokens_comes_before_one_of_queries_and_keys():
-    """ms-swift's batch for Megatron, which is not packed, has both."""
-    batch = skyrl(ALL, "int64")
-    mask = batch.pop("attention_mask")
-    both = {"attention_mask_2d": mask, "attention_mask": ~mask[:, None, None].bool().expand(-1, 1, 11, 11)}
-    assert decode(batch | both, model=R.spec).equals(fr.concatenate(KNOWN))
-
-
 @pytest.mark.parametrize(
     ("change", "match"),
     [
         (lambda batch: batch.pop("position_ids"), "lacks position_ids; expected .*attention_mask .*or position_ids"),
         (lambda batch: batch["position_ids"].add_(1), "expected whole numbers that count from 0"),
-        (lambda batch: batch["position_ids"][0, 2:].sub_(1), "expected whole numbers that count from 0"),
         (lambda batch: batch["position_ids"][0, -2:].zero_(), "a 0 before another 0 or at the end of a row"),
-        (lambda batch: batch["position_ids"].copy_((batch["position_ids"] - 2).clamp(min=0)), "a 0 before another 0"),
-        (lambda batch: batch.update(position_ids=batch["position_ids"].double()), "expected whole numbers that count"),
-        (lambda batch: batch.update(position_ids=batch["position_ids"][:, 1:]), r"position_ids \(1, 20\); expected"),
         (
             lambda batch: batch.update(attention_mask=torch.ones_like(batch["input_ids"])),
             "no route at position 6, and one at position 7.*leave the mask out and give position_ids",

@@ -25,7 +25,7 @@ LAYOUTS = {
 INDICES = {"neighbours": (1, 2, 3), "apart": (1, 3, 4)}  # of routed layers among five
 
 
-@settings(max_examples=120)
+@settings(max_examples=60)
 @given(data=st.data(), seed=st.integers(0, 2**32 - 1))
 def test_decode_takes_the_rows_that_python_picks(data, seed):
     rng, draw = np.random.default_rng(seed), data.draw
@@ -71,62 +71,18 @@ def test_decode_takes_the_rows_that_python_picks(data, seed):
     ]
 
 
-@pytest.mark.parametrize("experts", [8, 127, 128, 129, 200, 255, 256])
-def test_each_pair_and_each_place_of_eight_picks_is_looked_at(experts):
-    """Eight picks of a byte are checked as one word."""
-    spec, rng = fr.RoutingSpec(experts, 8, (fr.RoutedLayer(0),)), np.random.default_rng(5)
-
-    def refused(ids):
-        try:
-            fr.RoutingTrace.from_sequences(spec, [[1, 2]], [np.array([[ids]], np.uint8)])
-        except fr.errors.TraceContentError:
-            return True
-        return False
-
-    for _ in range(20):
-        ids = rng.permutation(experts)[:8]
-        assert not refused(ids)
-        assert not refused(np.r_[ids[ids != experts - 1], experts - 1][-8:])
-        for a, b in zip(*np.tril_indices(8, -1), strict=True):
-            twice = ids.copy()
-            twice[a] = twice[b]
-            assert refused(twice)
-        for place in range(8) if experts < 256 else []:
-            above = ids.copy()
-            above[place] = rng.integers(experts, 256)
-            assert refused(above)
-
-
 R = wires.rollout(np.random.default_rng(12), experts=128)
-DOORS = {
-    "decode": lambda rows: decode(rows, model=R.spec, token_ids=R.tokens),
-    "answer": lambda rows: decode(wires.vllm_answer(R, routed_experts=rows[:-1]), model=R.spec),
-    "from_sequences": lambda rows: fr.RoutingTrace.from_sequences(R.spec, [R.tokens], [rows]),
-    "from_padded": lambda rows: fr.RoutingTrace.from_padded(R.spec, np.array([R.tokens]), rows[None]),
-}
 
 
-@pytest.mark.parametrize("door", DOORS)
-@pytest.mark.parametrize("dtype", TYPES, ids=str)
-def test_routes_of_any_integer_type_of_numpy_and_torch_are_read(door, dtype):
-    """The last row is -1, as a type without a sign has it."""
-    known = fr.RoutingTrace.from_sequences(R.spec, [R.tokens], [R.routes_RLK])
-    rows = np.concatenate([R.routes_RLK, np.full((1, 4, 3), -1)]).astype(dtype)
-    assert DOORS[door](rows).equals(known)
-    assert DOORS[door](torch.from_numpy(rows)).equals(known)
-
-
-@pytest.mark.parametrize("dtype", [np.uint8, np.uint16])
-def test_the_highest_number_is_a_gap_in_whole_rows_alone_and_with_one_pick_an_expert(dtype):
-    highest = np.iinfo(dtype).max
-    rows = R.routes_RLK.astype(dtype)
-    rows[3, 1] = highest
-    with pytest.raises(CaptureError, match=rf"ids from [01] to {highest}"):
+def test_the_highest_number_is_a_gap_in_whole_rows_alone_and_with_one_pick_an_expert():
+    rows = R.routes_RLK.astype(np.uint8)
+    rows[3, 1] = 255
+    with pytest.raises(CaptureError, match=r"ids from [01] to 255"):
         decode(rows, model=R.spec, token_ids=R.tokens)
-    r = wires.rollout(np.random.default_rng(13), experts=highest + 1, top_k=1)
-    rows = r.routes_RLK.astype(dtype)
-    rows[3] = highest
+    r = wires.rollout(np.random.default_rng(13), experts=256, top_k=1)
+    rows = r.routes_RLK.astype(np.uint8)
+    rows[3] = 255
     assert decode(rows, model=r.spec, token_ids=r.tokens).valid_N.sum() == 11
     spec = fr.RoutingSpec(128, 1, r.spec.layers)
-    with pytest.raises(TraceContentError, match=f"ids from {highest} to {highest}; expected 0 to 127"):
-        fr.RoutingTrace.from_sequences(spec, [[1, 2]], [np.full((1, 4, 1), highest, dtype)])
+    with pytest.raises(TraceContentError, match="ids from 255 to 255; expected 0 to 127"):
+        fr.RoutingTrace.from_sequences(spec, [[1, 2]], [np.full((1, 4, 1), 255, np.uint8)])

@@ -60,14 +60,8 @@ def test_row_p_has_the_set_that_token_p_1_was_drawn_from(form):
     assert trace.streams[SAMPLING].num_choices == VOCABULARY
     bare = decode(wires.vllm_narrow(R), model=R.spec)
     assert trace.without_streams().equals(bare)
-
-
-def test_several_choices_have_masks_of_their_own():
-    others = [wires.rollout(np.random.default_rng(seed), prompt=4, response=seed) for seed in (2, 6)]
-    sets = [sets_for(r.response, seed) for seed, r in enumerate(others)]
-    trace = decode([vllm(r, each) for r, each in zip(others, sets, strict=True)], **MODEL)
-    expected = [[*[[]] * 3, *map(sorted, each), []] for each in sets]
-    assert masks_of(trace) == expected[0] + expected[1]
+    with pytest.raises(CaptureError, match=r"vocabulary.*known"):
+        decode(form(R, sets), model=R.spec)
 
 
 def test_a_set_of_all_tokens_left_nothing_out():
@@ -94,15 +88,11 @@ def changed(position, value):
 REFUSED = {
     "too few": (lambda sets: sets[1:], "4 sampling masks, 12 tokens and 5 of them generated"),
     "shifted": (lambda sets: sets[-1:] + sets[:-1], "was sampled and is not in its mask"),
-    "one lacks its token": (changed(1, [3, 4]), r"is not in its mask \(1 such tokens\)"),
     "empty": (changed(1, []), "the sampling mask of the token behind row 7 is empty"),
     "an id twice": (lambda sets: changed(1, [sets[1][0], *sets[1]])(sets), "twice"),
     "an id of no token": (lambda sets: changed(1, [VOCABULARY, *sets[1]])(sets), "expected 0 to 49999"),
-    "a negative id": (lambda sets: changed(1, [-1, *sets[1]])(sets), "ids go from -1"),
     "a huge id": (lambda sets: changed(1, [2**70, *sets[1]])(sets), "expected a list of token ids for each"),
     "truth values": (changed(1, [True]), "expected a list of token ids"),
-    "fractions": (changed(1, [1.5]), "expected a list of token ids"),
-    "no lists": (lambda sets: [1, 2, 3, 4, 5], "expected a list of token ids"),
     "a number": (lambda sets: 3, "is a int; expected a list"),
 }
 
@@ -113,14 +103,6 @@ def test_masks_that_cannot_be_are_refused(form, broken):
     change, message = REFUSED[broken]
     with pytest.raises(CaptureError, match=message):
         decode(form(R, change(sets_for(R.response))), **MODEL)
-
-
-def test_masks_of_some_sequences_or_of_no_vocabulary_are_refused():
-    sets = sets_for(R.response)
-    with pytest.raises(CaptureError, match=r"vocabulary.*known"):
-        decode(vllm(R, sets), model=R.spec)
-    with pytest.raises(CaptureError, match=r"sequence 1.*sampling"):
-        decode([vllm(R, sets), wires.vllm_narrow(R)], **MODEL)
 
 
 @pytest.mark.parametrize("others", [0, 1])
@@ -134,31 +116,6 @@ def test_a_response_without_a_prompt_has_no_row_for_its_first_mask(others):
         decode(answers, **MODEL)
 
 
-def test_a_sequence_without_tokens_has_masks_for_none():
-    empty = replace(R, prompt=[], response=[], routes_RLK=R.routes_RLK[:0])
-    sets = sets_for(R.response)
-    for answers in ([vllm(empty, []), vllm(R, sets)], [vllm(R, sets), vllm(empty, [])]):
-        assert masks_of(decode(answers, **MODEL)) == masks_of(decode(vllm(R, sets), **MODEL))
-
-
-def test_masks_are_read_without_a_step_of_python_for_each_token(monkeypatch):
-    """A rollout has millions of sampled tokens; numpy is called some times for a sequence, and not for a token."""
-    calls = []
-    for name in ("asarray", "array", "fromiter", "concatenate"):
-        own = getattr(np, name)
-        monkeypatch.setattr(np, name, lambda *args, own=own, **kwargs: calls.append(1) or own(*args, **kwargs))
-    counts = []
-    for response in (200, 400):
-        r = wires.rollout(np.random.default_rng(1), prompt=7, response=response)
-        sets = [[token] for token in r.response]
-        for form in (vllm_arrays, vllm_http):
-            output = form(r, sets)
-            calls.clear()
-            decode(output, model=r.spec, vocabulary_size=VOCABULARY)
-            counts.append(len(calls))
-    assert counts[:2] == counts[2:]
-
-
 @pytest.mark.parametrize(
     "mask",
     [np.array([3.0]), np.array([[3]]), np.array([True]), np.array(3), np.ma.array([3], mask=[1])],
@@ -168,15 +125,4 @@ def test_arrays_that_are_no_sets_are_refused(mask):
     output = vllm_arrays(R, sets_for(R.response))
     output.outputs[0].sampling_mask.token_ids[2] = mask
     with pytest.raises(CaptureError, match=r"list.*token"):
-        decode(output, **MODEL)
-
-
-def test_ids_of_several_types_are_not_rounded():
-    """numpy makes floats of uint64 and int64 together."""
-    output = vllm_arrays(R, sets_for(R.response))
-    masks = output.outputs[0].sampling_mask.token_ids
-    masks[0], masks[1] = masks[0].astype(np.uint64), masks[1].astype(np.int64)
-    assert masks_of(decode(output, **MODEL)) == masks_of(decode(vllm(R, sets_for(R.response)), **MODEL))
-    masks[1] = np.array([2**64 - 1], np.uint64)
-    with pytest.raises(CaptureError, match=r"ids go.*-1"):
         decode(output, **MODEL)

@@ -24,7 +24,7 @@ def turn(tokens, rows, start=0, versions=NO_VERSION):
     return RoutingTrace.from_rows(SPEC, [tokens], [whole], valid=[valid], weight_versions=[versions_T])
 
 
-@settings(max_examples=150)
+@settings(max_examples=50)
 @given(st.data())
 def test_turns_match_the_oracle(data):
     rng = np.random.default_rng(data.draw(st.integers(0, 2**32 - 1)))
@@ -59,13 +59,3 @@ def test_what_does_not_continue_is_refused():
     with pytest.raises(SpecMismatchError):
         extended(start, RoutingTrace.unrouted(spec_of(num_experts=16), [[1, 2, 3]]))
     assert extended(start, start).equals(start)
-
-
-def test_extended_works_on_whole_batches():
-    rng = np.random.default_rng(4)
-    a = RoutingTrace.from_sequences(SPEC, [[1, 2], [5, 6, 7]], [routes(rng, 1), routes(rng, 2)], weight_version=1)
-    b = RoutingTrace.from_sequences(SPEC, [[1, 2, 3], [5, 6, 7, 8]], [routes(rng, 2), routes(rng, 3)], weight_version=2)
-    merged = extended(a, b)
-    assert merged.weight_versions_N.tolist() == [1, 2, -1, 1, 1, 2, -1]
-    assert np.array_equal(merged.expert_ids_NLK[[0, 3, 4]], a.expert_ids_NLK[a.valid_N])
-    assert np.array_equal(merged.expert_ids_NLK[[1, 5]], b.expert_ids_NLK[[1, 5]])

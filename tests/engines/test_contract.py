@@ -211,32 +211,24 @@ LIES = {
         stated(prompt=[1, 2, 3]),
         "tokenizer or template of its own|a prompt of 3 tokens, it was sent 8",
     ),
-    "no prompt": (stated(prompt=None), "lacks or garbles"),
     "log-probs of other tokens": (step(1, token=9), "token of each log-prob"),
-    "log-probs in another order": (lambda said: said["steps"].reverse(), "token of each log-prob"),
     "a log-prob too few": (lambda said: said["steps"].pop(), "token of each log-prob"),
     "other weights": (
         stated(weights=[{"version": "2", "start": 0, "end": 5}]),
         "version 2, the trainer loaded version 3",
     ),
-    "weights of a number": (stated(weights=[{"version": 3, "start": 0, "end": 5}]), "has the span"),
     # tokens and ends that cannot be
     "token 64": (sampled(1, 64), "sampled token 64, the policy knows those below 64"),
     "token -1": (sampled(1, -1), r"a list of integers|sampled token -1"),
-    "a truth value": (lambda said: said["tokens"].__setitem__(1, True), "a list of integers"),
     "too many": (lengthened(3), "sampled 8 tokens, it was asked for 1 to 5"),
     "none": (lengthened(-5), "sampled 0 tokens"),
     "behind the end": (sampled(1, END), "3 tokens behind the end token 3"),
     "stop without an end": (lambda said: (sampled(4, 9)(said), stated(reason="stop")(said)), "ended by an end token"),
     "length too early": (lengthened(-2), "for its length after 3 of 5 tokens"),
-    "no reason": (stated(reason=None), "lacks or garbles"),
     "another reason": (stated(reason="repetition"), "for the reason 'repetition'"),
     "aborted": (stated(reason="abort"), "aborted a response: someone else uses"),
     # log-probs that cannot be; of other types are those of test_garbled_answers.py
-    **{
-        f"log-prob {value}": (step(2, logprob=value), "the log-prob")
-        for value in (5.0, 2.0**31, 1e12, 1.1e-3, -9999.0, -1e30, None)
-    },
+    **{f"log-prob {value}": (step(2, logprob=value), "the log-prob") for value in (1.1e-3, -9999.0, None)},
 }
 
 
@@ -248,7 +240,7 @@ def asked(request, routed, tmp_path_factory):
         engine.close()
 
 
-@grid("lie", LIES, quick=12)
+@grid("lie", LIES, quick=8)
 def test_an_answer_that_is_none_to_its_question_is_refused(asked, lie):
     of_server, ask = asked
     told, said = LIES[lie]

@@ -1,13 +1,12 @@
 """JSON over HTTP: answers are bounded in size and time, and come from the address that was named."""
 
-import asyncio
 import gzip
 import socket
 import subprocess
 import sys
 import time
 from contextlib import contextmanager
-from threading import Event, Thread
+from threading import Thread
 
 import pytest
 
@@ -51,57 +50,22 @@ def ending_in_time(within_s=5.0):
 CHUNKED = b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n2;"
 DRIPS = {
     "an answer": (b"HTTP/1.1 200 OK\r\nContent-Length: 100000\r\n\r\n{", b" "),
-    "a refusal": (b"HTTP/1.1 500 Internal Server Error\r\nContent-Length: 100000\r\n\r\n{", b" "),
     "nothing": (b"", b""),
-    "a status": (b"HTTP/1.1 200 O", b"K"),
     "a header": (b"HTTP/1.1 200 OK\r\nX-Slow: ", b"a"),
     "interim answers": (b"", b"HTTP/1.1 100 Continue\r\n\r\n"),
-    "a chunk": (CHUNKED, b"a"),
     "trailers": (CHUNKED[:-1] + b"\r\n{}\r\n0\r\n", b"X: a\r\n"),
     "a handshake": (b"\x16\x03\x03\x40\x00", b"\x02"),
 }
 
 
-@grid("name", DRIPS, quick=3)
+@grid("name", DRIPS, quick=1)
 def test_what_drips_for_ever_ends_in_time(name):
     with dripping(*DRIPS[name]) as url, ending_in_time():
         address = url.replace("http", "https") if name == "a handshake" else url
         Client(address, timeout_s=0.3, what="the server").get("/x")
 
 
-def test_no_proxy_is_asked(monkeypatch):
-    with dripping(b"HTTP/1.1 200 OK\r\n") as proxy, serving(lambda *_: (200, {"direct": True})) as server:
-        for name in ("http_proxy", "HTTP_PROXY", "all_proxy", "ALL_PROXY"):
-            monkeypatch.setenv(name, proxy)
-        for name in ("no_proxy", "NO_PROXY"):
-            monkeypatch.delenv(name, raising=False)
-        assert Client(server.url, timeout_s=5, what="the server").get("/x").read(bool, "direct")
-
-
-def test_addresses_that_cannot_be_reached_share_the_time(monkeypatch):
-    with socket.socket() as full, socket.socket() as first, socket.socket() as second:
-        full.bind(("127.0.0.1", 0))
-        full.listen(0)
-        for waiting in (first, second):  # fill its queue, so that further connections are not answered
-            waiting.setblocking(False)
-            waiting.connect_ex(full.getsockname())
-        found = socket.getaddrinfo(*full.getsockname(), type=socket.SOCK_STREAM)
-        monkeypatch.setattr(socket, "getaddrinfo", lambda *_, **__: found * 4)
-        with ending_in_time(within_s=0.8):
-            Client(f"http://127.0.0.1:{full.getsockname()[1]}", timeout_s=0.3, what="the server").get("/x")
-
-
-def test_an_answer_without_a_body_is_one_in_which_nothing_stands():
-    """As of requests that are answered by their status alone."""
-    with serving(lambda *_: (200, b" ")) as server:
-        answer = Client(server.url, timeout_s=5, what="the server").post("/x", {})
-    assert answer.value is None
-    with pytest.raises(EngineError, match=r"server\.success.*garbles.*'success'"):
-        answer.read(bool, "success")
-
-
-@grid("status", [301, 302, 303, 307, 308], quick=2)
-@pytest.mark.parametrize("target", ["/other", "http://127.0.0.1:1/", "file:///etc/passwd", "ftp://127.0.0.1/x"])
+@pytest.mark.parametrize(("status", "target"), [(302, "/other"), (307, "file:///etc/passwd")])
 def test_no_redirect_is_followed(status, target):
     with serving(lambda *_: (status, b"", {"Location": target})) as server:
         for ask in (lambda e: e.get("/x"), lambda e: e.post("/x", {})):
@@ -115,7 +79,7 @@ def test_no_redirect_is_followed(status, target):
     [
         *("", "x", "file:///etc/passwd", "ftp://127.0.0.1/x", "data:,x", "127.0.0.1:8000"),
         *("http://", "http:///x", "http://:80", "http://[::1", "http://a:b/", "http://a:99999"),
-        *("http://a b:1", "http://a ", " http://a", "http:// ", "http://a/ b", "http://a%20b", "http://a\u2003b"),
+        *("http://a b:1", "http://a ", "http://a%20b", "http://a\u2003b"),
         *("http://a:0", "http://a:-1", "http://a:65536", "http://a..b", "http://.a", "http://.", "http://a,b"),
         *("http://*", f"http://{'a' * 64}", f"http://{'a.' * 127}aa", "//a", "http:a"),
         *("http://\ud800", "http://a/\ud800", "http://a\n", "http://user:word@a", "http://a?b=c", "http://a#b"),
@@ -125,31 +89,6 @@ def test_no_redirect_is_followed(status, target):
 def test_what_is_no_address_is_refused_before_anything_is_opened(url):
     with pytest.raises(ConfigError, match=r"address.*server"):
         Client(url, timeout_s=1, what="the server")
-
-
-def test_what_is_an_address_is_taken():
-    for url in (
-        *(
-            "http://a",
-            "https://a-b.c_d:1/x/",
-            "http://127.0.0.1:8000",
-            "http://[::1]:80",
-            "http://a.",
-            "HTTP://A:65535",
-        ),
-        *("http://ä.de", f"http://{'a' * 63}", f"http://{'a.' * 126}a"),
-    ):
-        Client(url, timeout_s=1, what="the server")
-
-
-@pytest.mark.parametrize("error", [socket.gaierror(-2, "not known"), UnicodeError("label too long")])
-def test_a_host_that_cannot_be_looked_up_is_one_error(monkeypatch, error):
-    def fail(*args, **kwargs):
-        raise error
-
-    monkeypatch.setattr(socket, "getaddrinfo", fail)
-    with pytest.raises(EngineError, match=r"reached.*broke"):
-        Client("http://nobody:1", timeout_s=5, what="the server").get("/x")
 
 
 FORKED = """
@@ -166,6 +105,7 @@ os._exit(0 if client.get("/x").value == [1] else 1)
 """Not of this process: what other tests' threads hold when it is forked, the child waits for without end."""
 
 
+@pytest.mark.slow
 def test_a_child_of_a_process_that_asked_may_ask():
     with serving(lambda *_: (200, [1])) as server:
         subprocess.run([sys.executable, "-c", FORKED, server.url], env=environment(), check=True, timeout=60)
@@ -176,8 +116,9 @@ def test_an_answer_longer_than_what_was_asked_for_is_refused():
     with serving(lambda *_: (200, b'"' + b"x" * 2000 + b'"')) as server:
         client = Client(server.url, timeout_s=5, what="the server")
         assert len(client.ask("/x", [{}], most_bytes=2002)[0].value) == 2000
-        with pytest.raises(EngineError, match="more than 2001 bytes"):
-            client.ask("/x", [{}], most_bytes=2001)
+    endless = b"HTTP/1.1 200 OK\r\nContent-Length: 100000\r\n\r\n" + b"x" * 3000
+    with dripping(endless) as url, pytest.raises(EngineError, match="more than 2001 bytes"):
+        Client(url, timeout_s=2, what="the server").ask("/x", [{}], most_bytes=2001)
 
 
 @pytest.mark.parametrize(
@@ -198,7 +139,7 @@ def test_an_answer_that_is_not_what_it_announces_is_refused(head, body, said):
 
 def test_answers_come_in_the_order_of_their_requests_and_one_that_fails_calls_the_others_off():
     def answer(method, path, body):
-        time.sleep(0.2 * (body["n"] == 0))
+        time.sleep(0.05 * (body["n"] == 0))
         return (500, b"no") if body["n"] == 9 else (200, body)
 
     with serving(answer) as server:
@@ -211,63 +152,8 @@ def test_answers_come_in_the_order_of_their_requests_and_one_that_fails_calls_th
         assert len(server.asked) < 20
 
 
-def test_a_caller_may_run_a_loop_of_its_own():
-    async def ask(url):
-        return Client(url, timeout_s=5, what="the server").get("/x").value
-
-    with serving(lambda *_: (200, [1])) as server:
-        assert asyncio.run(ask(server.url)) == [1]
-
-
-def test_without_httpx_the_extra_is_named():
-    code = "import sys; sys.modules['httpx'] = None; import foreroute.engines.http"
-    child = subprocess.run([sys.executable, "-c", code], env=environment(), capture_output=True, text=True)
-    assert "ModuleNotFoundError: an engine behind a server needs httpx" in child.stderr
-    assert "pip install '.[engines]'" in child.stderr
-
-
-@pytest.mark.parametrize("text", [b"{", b"[" * 100_000, b"\xff\xfe", b"9" * 10_000, b"<html>" * 1000])
+@pytest.mark.parametrize("text", [b"{", b"[" * 100_000, b"\xff\xfe", b"9" * 10_000])
 def test_what_is_no_json_is_one_short_error(text):
     with serving(lambda *_: (200, text)) as server, pytest.raises(EngineError, match="is not") as caught:
         Client(server.url, timeout_s=5, what="the server").get("/x")
     assert len(str(caught.value)) < 500
-
-
-def test_what_a_server_says_is_quoted_in_part_and_printable():
-    with serving(lambda *_: (400, b"\x1b[2J" + b"x" * 5000)) as server, pytest.raises(EngineError) as caught:
-        Client(server.url, timeout_s=5, what="the server").get("/x")
-    assert r"\x1b[2J" in str(caught.value)
-    assert len(str(caught.value)) < 1000
-
-
-def test_a_request_that_is_called_off_while_its_unix_socket_becomes_readable_prints_nothing(
-    tmp_path, caplog, monkeypatch
-):
-    listener = socket.socket(socket.AF_UNIX)
-    listener.bind(str(tmp_path / "http"))
-    listener.listen(2)
-    is_failing, both_ended = Event(), Event()
-
-    def serve():
-        first, second = (listener.accept()[0] for _ in range(2))
-        with first, second:
-            first.recv(1 << 16), second.recv(1 << 16)
-            first.shutdown(socket.SHUT_RDWR)
-            is_failing.wait(10)
-        both_ended.set()
-
-    def abort(group, calling_off=asyncio.TaskGroup._abort):
-        is_failing.set()
-        both_ended.wait(10)
-        loop = asyncio.get_running_loop()
-        loop._process_events(loop._selector.select(10))  # the other one is told, just before it is called off
-        calling_off(group)
-
-    monkeypatch.setattr(asyncio.TaskGroup, "_abort", abort)
-    server = Thread(target=serve, daemon=True)
-    server.start()
-    with listener, pytest.raises(EngineError, match="broke off"):
-        Client("http://localhost", timeout_s=20, what="a server", socket=tmp_path / "http").ask("/", [{}, {}])
-    server.join()
-    assert both_ended.is_set()
-    assert not caplog.records

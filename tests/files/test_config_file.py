@@ -22,15 +22,11 @@ DOORS = [read_toml, load_cluster, load_simulation, load_training]
     [
         (b"a = " + b"[" * 5000, "nested too deep"),
         (b"a = " + b"[" * 60 + b"]" * 60, "nested more than 32 deep"),
-        (b"x = {" + b".".join([b"a"] * 100) + b" = 1}", "nested more than 32 deep"),
         (b"a = " + b"9" * 5000, "not a readable TOML file"),
         (b"a = 9223372036854775808", "integer of more than 64 bits"),
-        (b"a = 0x" + b"f" * 9000, "integer of more than 64 bits"),
         (b'name = "a\\u0000b"', "NUL character"),
         (b"[topology]\nnum_ranks = -0x1", "not a readable TOML file"),
         (b'a = "\xff"', "not text in UTF-8"),
-        (b"a = [", "not a readable TOML file"),
-        (b"\0", "not a readable TOML file"),
         (b"#" * 70_000, "70000 bytes; expected 65536 at most"),
         (b".".join([b"a"] * 30_000) + b" = 1", "line 1 has 29999 dots"),
     ],
@@ -58,9 +54,7 @@ class Outer(Section):
     ("values", "message"),
     [
         ({"inner": {"count": 2**31}}, r"inner\.count: .*less than or equal to 999999 \(got 2147483648\)"),
-        ({"inner": {"count": 10**5000}}, r"inner\.count: an integer of more than 64 bits"),
         ({"inner": {"more": {"a": -(2**63) - 1}}}, r"inner\.more\.a: an integer of more than 64 bits"),
-        ({"inner": {"more": {"a": ["b\0"]}}}, r"inner\.more\.a: text with a NUL character"),
         ({"counts": ("x" * 10_000,)}, r"counts\.0: .*x{20}"),
         ({"counts": (0,) * 1000}, "and 980 more"),
         ({"k" * 100_000: 1}, "unknown key"),
@@ -70,10 +64,3 @@ def test_values_from_anywhere_are_refused_in_few_words(values, message):
     with pytest.raises(ConfigError, match=message) as caught:
         checked(Outer, values, source="here")
     assert len(str(caught.value)) < 5000
-
-
-def test_values_that_hold_themselves_are_refused():
-    values: dict[str, Any] = {}
-    values["inner"] = values
-    with pytest.raises(ConfigError, match=r"nested.*32 deep"):
-        checked(Outer, values, source="here")

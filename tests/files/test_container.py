@@ -1,9 +1,6 @@
 """The container: what the safetensors library reads and writes, in the same bytes each time, and checked whole."""
 
 import json
-import os
-import subprocess
-import sys
 from hashlib import blake2b
 from io import BytesIO
 
@@ -56,6 +53,7 @@ def read(content):
 @given(SOME_TENSORS, st.dictionaries(TEXTS, TEXTS, max_size=3))
 def test_what_is_written_is_read_here_and_by_the_library(tensors, metadata):
     content = tensors_to_bytes(metadata, tensors)
+    assert content == tensors_to_bytes(dict(reversed(metadata.items())), dict(reversed(tensors.items())))
     assert same(load(content), tensors)
     found_metadata, found = read(content)
     assert found_metadata == metadata
@@ -63,30 +61,6 @@ def test_what_is_written_is_read_here_and_by_the_library(tensors, metadata):
     assert same(read(save(tensors, metadata=metadata or None))[1], tensors)
     with TensorFile(Held(content), InputError) as file:  # so that it can be mapped, whatever the text before
         assert all(stored.start % stored.dtype.itemsize == 0 for stored in file.tensors.values())
-
-
-def test_equal_content_is_equal_bytes_in_every_process(tmp_path):
-    """Whatever the order in which it is handed in, and the seed of hashes; the library's files are the control."""
-    code = """
-import sys
-import numpy as np
-from safetensors.numpy import save
-from foreroute.files.container import tensors_to_bytes
-turn = int(sys.argv[1])
-tensors = [(name, np.arange(4, dtype=dtype)) for name, dtype in (("b", "u1"), ("a", "u1"), ("c", "<f8"), ("d", ">i2"))]
-metadata = {name: "1" for name in (f"key {n}" for n in range(20)[::turn])}
-sys.stdout.buffer.write(tensors_to_bytes(metadata, dict(tensors[::turn])))
-sys.stderr.buffer.write(save({"a": np.zeros(1)}, metadata=metadata))
-"""
-    runs = [
-        subprocess.run(
-            [sys.executable, "-c", code, turn], env=os.environ | {"PYTHONHASHSEED": seed}, capture_output=True
-        )
-        for turn, seed in (("1", "1"), ("-1", "2"), ("1", "3"))
-    ]
-    assert len(runs[0].stdout) > 100
-    assert len({run.stdout for run in runs}) == 1
-    assert len({run.stderr for run in runs}) > 1
 
 
 def test_a_tensor_of_a_type_that_the_container_lacks_is_refused():
@@ -113,22 +87,6 @@ def test_a_part_of_a_tensor_is_read_and_nothing_else(tmp_path, as_source):
                 file.read("a", start, stop)
 
 
-def test_what_the_system_cannot_read_is_the_callers_error():
-    class Broken(BytesIO):
-        def readinto(self, buffer):
-            raise OSError(5, "Input/output error")
-
-    with pytest.raises(InputError, match="output error"):
-        TensorFile(Broken(tensors_to_bytes({}, TENSORS)), InputError, name="what was sent")
-
-
-def test_a_header_that_is_longer_than_allowed_is_not_read():
-    source = Held(tensors_to_bytes({"who": "x" * 100}, {}))
-    with pytest.raises(InputError, match=r"a header of \d+ bytes; expected 100 at most"):
-        TensorFile(source, InputError, most_header_bytes=100)
-    assert source.asked == [(0, 8)]
-
-
 @pytest.mark.parametrize(
     "header",
     [
@@ -140,6 +98,11 @@ def test_headers_that_are_no_text_are_refused(header):
     text = json.dumps(header).encode()
     with pytest.raises(InputError, match=r"text|strings"):
         TensorFile(Held(len(text).to_bytes(8, "little") + text), InputError)
+
+
+def test_a_header_that_is_longer_than_allowed_is_not_read():
+    with pytest.raises(InputError, match=r"a header of \d+ bytes; expected 100 at most"):
+        TensorFile(Held(tensors_to_bytes({"who": "x" * 100}, {})), InputError, most_header_bytes=100)
 
 
 def test_truth_values_are_0_and_1():
@@ -180,20 +143,11 @@ def test_the_checksum_is_what_its_page_says():
     assert checksum(metadata, tensors) == blake2b(hashed, digest_size=16).hexdigest()
 
 
-@given(SOME_TENSORS, st.dictionaries(TEXTS, TEXTS, max_size=3))
-def test_the_checksum_differs_where_the_content_does(tensors, metadata):
-    stated = checksum(metadata, tensors)
-    changes = [({**metadata, "new": "x"}, tensors), (metadata, {**tensors, "new": np.zeros(0)})]
-    for key, value in metadata.items():
-        changes += [
-            ({**metadata, key: value + "x"}, tensors),
-            ({k: v for k, v in metadata.items() if k != key}, tensors),
-        ]
-    for name, tensor in tensors.items():
-        changes += [(metadata, {**tensors, name: tensor[None]})]
-        if tensor.size:
-            other = tensor.copy()
-            other.reshape(-1).view(np.uint8)[-1] ^= 1
-            changes += [(metadata, {**tensors, name: other})]
-    for changed in changes:
-        assert checksum(*changed) != stated or changed == (metadata, tensors)
+def test_the_checksum_differs_where_the_content_does():
+    metadata, tensors = {"a": "b", "c": ""}, TENSORS
+    stated, other = checksum(metadata, tensors), tensors["a"].copy()
+    other[-1, -1] ^= 1
+    changes = [{**metadata, "a": "bx"}, {"a": "b"}, {"ab": "", "c": ""}, {**metadata, "new": "x"}]
+    columns = [{**tensors, "a": other}, {**tensors, "a": tensors["a"].T}, {**tensors, "new": np.zeros(0)}]
+    found = [checksum(each, tensors) for each in changes] + [checksum(metadata, each) for each in columns]
+    assert len({stated, *found}) == 1 + len(found)

@@ -1,17 +1,23 @@
-"""Files are written whole or not at all, whatever happens to the writer and whoever writes beside it."""
+"""Files are read if they are regular, and written whole or not at all, whoever writes beside."""
 
 import errno
 import multiprocessing
 import os
 import signal
+import socket
 import stat
-from contextlib import suppress
+from pathlib import Path
 
+import numpy as np
 import pytest
+from fsspec.implementations.memory import MemoryFileSystem
 
-from foreroute.errors import InputError
+from foreroute.errors import InputError, TraceFileError, printable
 from foreroute.files import writing
-from foreroute.files.writing import check_writable, write_atomically, writing_named
+from foreroute.files.container import TensorFile, tensors_to_bytes
+from foreroute.files.places import names_in, open_at, write_at
+from foreroute.files.regular import open_regular, parse_json, read_file, read_text
+from foreroute.files.writing import write_atomically, writing_named
 
 
 @pytest.fixture(params=["unnamed", "named"])
@@ -58,7 +64,8 @@ def at_once(write, number):
 def test_a_file_is_replaced_whole(tmp_path, content, temporary):
     target = tmp_path / "a" / "t"
     write_atomically(target, b"old")
-    write_atomically(target, content)
+    (tmp_path / "link").symlink_to(target)
+    write_atomically(tmp_path / "link", content)
     assert target.read_bytes() == b"new"
     assert [p.name for p in target.parent.iterdir()] == ["t"]
     with pytest.raises(FileExistsError):
@@ -104,35 +111,6 @@ def test_a_writer_that_is_killed_before_it_renames_leaves_one_whole_file_that_th
     assert [path.name for path in tmp_path.iterdir()] == ["t"]
 
 
-def test_the_control_a_killed_writer_leaves_a_file_where_each_has_a_name(tmp_path):
-    assert len(killed_in("fsync", tmp_path / "t", "/nowhere")) == 1
-
-
-def test_no_write_lists_the_folder_that_it_writes_to(tmp_path, monkeypatch):
-    """Or a run that keeps a file for each step would take quadratic time."""
-    for name in ("listdir", "scandir"):
-        monkeypatch.setattr(os, name, lambda *_: pytest.fail("a folder was listed"))
-    write_atomically(tmp_path / "t", b"old")
-    write_atomically(tmp_path / "t", b"new")
-    check_writable(tmp_path / "t")
-    assert (tmp_path / "t").read_bytes() == b"new"
-
-
-@pytest.mark.slow
-def test_of_several_writers_of_a_new_file_one_wins(tmp_path):
-    def write(n):
-        for number in range(20):
-            with suppress(FileExistsError):
-                write_atomically(tmp_path / f"t-{number}", f"{n}" * 1000, overwrite=False)
-                write_atomically(tmp_path / f"t-{number}.{n}", "won")
-
-    assert at_once(write, 6) == [0] * 6
-    for number in range(20):
-        (won,) = tmp_path.glob(f"t-{number}.*")
-        assert (tmp_path / f"t-{number}").read_text() == won.suffix[1:] * 1000
-    assert len(list(tmp_path.iterdir())) == 40
-
-
 @pytest.mark.slow
 def test_several_writers_that_replace_one_file_leave_a_whole_one_and_nothing_else(tmp_path):
     def write(n):
@@ -146,18 +124,6 @@ def test_several_writers_that_replace_one_file_leave_a_whole_one_and_nothing_els
     assert [path.name for path in tmp_path.iterdir()] == ["t"]
 
 
-def test_a_writer_at_work_is_not_disturbed_by_another(tmp_path, temporary):
-    target = tmp_path / "t"
-
-    def write_meanwhile(file):
-        file.write(b"first")
-        write_atomically(target, b"second")
-
-    write_atomically(target, write_meanwhile)
-    assert target.read_bytes() == b"first"
-    assert [p.name for p in tmp_path.iterdir()] == ["t"]
-
-
 def test_folders_fifos_and_devices_are_never_replaced(tmp_path, temporary):
     fifo = tmp_path / "fifo"
     os.mkfifo(fifo)
@@ -169,14 +135,6 @@ def test_folders_fifos_and_devices_are_never_replaced(tmp_path, temporary):
         assert stat.S_IFMT(os.stat(target).st_mode) == stat.S_IFMT(before)
 
 
-def test_a_link_is_followed(tmp_path, temporary):
-    (tmp_path / "real").write_bytes(b"old")
-    (tmp_path / "link").symlink_to("real")
-    write_atomically(tmp_path / "link", b"new")
-    assert (tmp_path / "link").is_symlink()
-    assert (tmp_path / "real").read_bytes() == b"new"
-
-
 @pytest.mark.parametrize("name", ["file/below", "x" * 300, "/proc/x", "a\0b", "\ud800", "folder\0/t"])
 def test_what_can_be_no_file_is_one_error(tmp_path, name):
     (tmp_path / "file").write_bytes(b"mine")
@@ -184,3 +142,85 @@ def test_what_can_be_no_file_is_one_error(tmp_path, name):
         write_atomically(tmp_path / name, b"new")
     assert [path.name for path in tmp_path.iterdir()] == ["file"]
     assert (tmp_path / "file").read_bytes() == b"mine"
+
+
+def test_what_fails_at_a_url_leaves_nothing_and_is_one_error():
+    def interrupted(file):
+        file.write(b"half")
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        write_at("memory://a/b", interrupted, TraceFileError, overwrite=True)
+    assert names_in("memory://a", TraceFileError) == []
+    with pytest.raises(TraceFileError, match=r"memory.*exist"):
+        open_at("memory://a/b", TraceFileError)
+    write_at("memory://a/b", lambda file: file.write(b"whole"), TraceFileError, overwrite=False)
+    assert open_at("memory://a/b", TraceFileError).read() == b"whole"
+    MemoryFileSystem.store.clear()
+
+
+def test_a_folder_is_looked_into_anew_each_time(monkeypatch):
+    """Stores keep what they listed, and a reader waits for what others write."""
+    kept, listed = {}, MemoryFileSystem.ls
+
+    def ls(store, path, detail=True):
+        return kept.setdefault(path, listed(store, path, detail=detail))
+
+    monkeypatch.setattr(MemoryFileSystem, "ls", ls)
+    monkeypatch.setattr(MemoryFileSystem, "invalidate_cache", lambda store, path=None: kept.clear())
+    for name in "ab":
+        write_at(f"memory://anew/{name}", lambda file: file.write(b"it"), TraceFileError, overwrite=False)
+        assert names_in("memory://anew", TraceFileError)[-1] == name
+    MemoryFileSystem.store.clear()
+
+
+def test_what_is_no_file_is_refused_at_once_by_the_callers_error(tmp_path):
+    (tmp_path / "folder").mkdir()
+    os.mkfifo(tmp_path / "fifo")
+    socket.socket(socket.AF_UNIX).bind(str(tmp_path / "socket"))
+    (tmp_path / "loop").symlink_to(tmp_path / "loop")
+    (tmp_path / "dangling").symlink_to(tmp_path / "nowhere")
+    (tmp_path / "file").write_bytes(b"")
+    for path, said in (
+        (tmp_path / "folder", "is a folder"),
+        (tmp_path / "fifo", "is a FIFO"),
+        (tmp_path / "socket", "socket|cannot be opened"),
+        (Path("/dev/zero"), "is a device"),
+        (tmp_path / "loop", "cannot be opened"),
+        (tmp_path / "dangling", "does not exist"),
+        (tmp_path / ("x" * 300), "cannot be opened"),
+        (tmp_path / "file" / "below", "cannot be opened"),
+        (Path("a\0b"), "cannot be opened"),
+        (tmp_path / "missing", "does not exist"),
+    ):
+        for read in (read_file, read_text, open_regular, TensorFile):
+            with pytest.raises(TraceFileError, match=said):
+                read(path, TraceFileError)
+
+
+def test_a_file_that_is_cut_while_it_is_read_is_an_error_and_no_signal(tmp_path):
+    path = tmp_path / "t"
+    path.write_bytes(tensors_to_bytes({}, {"a": np.zeros(1 << 20, np.uint8)}))
+    with TensorFile(path, InputError) as file:
+        os.truncate(path, 4096)
+        with pytest.raises(InputError, match=r"cut.*read"):
+            file.read("a")
+
+
+def test_text_and_json_that_are_none_are_refused(tmp_path):
+    path = tmp_path / "t"
+    path.write_bytes(b"\xff\xfe")
+    with pytest.raises(InputError, match=r"text.*UTF-8"):
+        read_text(path, InputError)
+    for text in ("[" * 100_000, '{"a":', "1" * 5_000, b"\xff", "[NaN"):
+        with pytest.raises(InputError, match="table"):
+            parse_json(text, InputError, name="the table")
+    assert parse_json(b'{"a": [1]}', InputError, name="it") == {"a": [1]}
+
+
+def test_what_a_terminal_would_obey_is_escaped():
+    hostile = "a\x1b]0;title\x07b\u202ec\udcff\r\td\n\x9b"
+    shown = printable(hostile)
+    assert shown == "a\\x1b]0;title\\x07b\\u202ec\\udcff\\r\\td\n\\x9b"
+    assert str(InputError(hostile)) == shown
+    assert printable("Grüße, 你好 \u2013 ok") == "Grüße, 你好 \u2013 ok"

@@ -21,7 +21,6 @@ class Case:
     cp: int
     tp: int
     spec: RoutingSpec
-    counts: tuple[tuple[int, ...], ...]
 
     def plan(self, sequences, cp_rank, tp_rank):
         """The router rows of a micro-batch; rows are numbered as in the trace of all sequences."""
@@ -93,7 +92,6 @@ def draw_case(seed):
     lengths = rng.integers(0 if rng.random() < 0.2 else 1, int(rng.choice([3, 9, 21])), int(rng.integers(1, 7)))
     # a packed line is aligned to TP as a whole, a grid is as wide as all its splits need
     align = chunks * int(rng.integers(1, 4)) * (1 if form == "thd" else tp)
-    spec, counts = draw_model(rng)
     return Case(
         lengths=tuple(int(n) for n in lengths),
         batches=_draw_batches(rng, lengths, align),
@@ -104,27 +102,16 @@ def draw_case(seed):
         total=(chunks * int(rng.integers(1, 5)), tp * int(rng.integers(1, 5))),
         cp=cp,
         tp=tp,
-        spec=spec,
-        counts=counts,
+        spec=draw_model(rng),
     )
 
 
 def draw_model(rng):
-    """A layer table with dense layers in front or between, hash-routed, MTP and draft layers, and its stages."""
-    pp, vpp = int(rng.integers(1, 4)), int(rng.integers(1, 4))
-    counts = tuple(tuple(int(n) for n in rng.integers(0, 4, pp)) for _ in range(vpp))
-    depth = sum(map(sum, counts))
-    dense_first, every = int(rng.integers(0, 3)), int(rng.integers(1, 3))
-    routed = [i for i in range(depth) if i >= dense_first and i % every == 0]
-    num_hash = int(rng.integers(0, 3))
-    layers = [RoutedLayer(i, LayerKind.HASH if n < num_hash else LayerKind.DECODER) for n, i in enumerate(routed)]
-    layers += [RoutedLayer(i, LayerKind.MTP) for i in range(int(rng.integers(0, 3)))]
-    layers += [RoutedLayer(i, LayerKind.DRAFT) for i in range(int(rng.integers(0, 2)))]
-    layers = layers or [RoutedLayer(0, LayerKind.MTP)]
-    if rng.random() < 0.3:
-        layers = [layers[i] for i in rng.permutation(len(layers))]
+    """A layer table with dense layers between others of any kind, in any order."""
+    layers = [RoutedLayer(int(i), kind) for kind in LayerKind for i in np.flatnonzero(rng.random(4) < 0.5)]
+    layers = [layers[i] for i in rng.permutation(len(layers))] or [RoutedLayer(0, LayerKind.MTP)]
     num_experts, top_k = ((4096, 1), (256, 2), (64, 4), (128, 8), (512, 10))[int(rng.integers(5))]
-    return RoutingSpec(num_experts, top_k, tuple(layers), model="canary"), counts
+    return RoutingSpec(num_experts, top_k, tuple(layers), model="canary")
 
 
 def _draw_batches(rng, lengths, align):

@@ -87,15 +87,6 @@ def dealt(lengths, costs, budget, places):
     return None
 
 
-def stage_of_layer(counts):
-    """(rank, chunk) of every decoder layer, walking the model: chunk 0 of every rank, then chunk 1, and so on."""
-    stages = []
-    for chunk in range(len(counts)):
-        for rank in range(len(counts[chunk])):
-            stages += [(rank, chunk)] * counts[chunk][rank]
-    return stages
-
-
 def _chunks(lane, count):
     assert len(lane) % count == 0, f"a lane of {len(lane)} cells has no {count} equal chunks"
     size = len(lane) // count

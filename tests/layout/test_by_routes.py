@@ -1,4 +1,4 @@
-"""Packing by routes against all packings of a few sequences, and what holds of any."""
+"""Packing by length and by routes: against loops, all packings of a few sequences, and what holds of any."""
 
 from collections import Counter
 from itertools import product
@@ -11,6 +11,8 @@ from hypothesis import strategies as st
 from foreroute.errors import ConfigError, LayoutError
 from foreroute.layout import Packing, exchange_sequences, pack_sequences
 from foreroute.layout.by_routes import MOST_DEARER
+from foreroute.layout.packing import padded_batches
+from tests.layout import layout_oracle
 
 
 def drawn(seed, sequences, layers=3, experts=8, longest=30, shortest=1):
@@ -80,7 +82,7 @@ def require_certificate(before, after, lengths, counts, homes, expert_ranks, *, 
     return sums[1]
 
 
-@pytest.mark.parametrize(("groups", "seed"), [(1, 0), (1, 1), (1, 2), (2, 3), (2, 4)])
+@pytest.mark.parametrize(("groups", "seed"), [(1, 0), (1, 1), (2, 3)])
 def test_no_packing_of_a_few_sequences_passes_the_bound(groups, seed):
     """All packings, whatever their tokens: the least is at or above the bound, and the packing near the least."""
     lengths, counts = drawn(seed, 6, layers=2, experts=4, shortest=20)
@@ -141,54 +143,19 @@ def test_places_keep_their_budgets_and_the_certificate_says_what_they_hold(
     assert np.array_equal(again.rank_S, packed.rank_S)
 
 
-def test_sequences_that_want_one_rank_each_are_mixed():
-    """Two kinds of sequences, each with its own half of the experts: by length kinds meet by chance, by routes not."""
-    kind = np.array([0] * 8 + [1] * 8)
-    counts = np.zeros((16, 8, 8), np.int64)
-    for half in range(2):
-        counts[kind == half, :, 4 * half : 4 * half + 4] = 10
-    packed = pack_sequences(np.full(16, 20), 2, 20, counts=counts)
-    assert packed.certificate.over_bound == 1.0
-    assert packed.certificate.by_length == 2 * packed.certificate.slowest
-
-
-def test_a_search_that_is_cut_short_makes_nothing_worse(monkeypatch):
-    """Cut while it still keeps what is worse: the packing by length is taken then."""
-    monkeypatch.setattr("foreroute.layout.by_routes.WORK", 300)
-    for seed in range(80, 100):
-        lengths, counts = drawn(seed, 60, layers=8)
-        found = pack_sequences(lengths, 2, 60, counts=counts).certificate
-        assert found.slowest <= found.by_length
-
-
-def test_without_counts_nothing_is_exchanged():
-    lengths, counts = drawn(0, 30)
-    by_length = pack_sequences(lengths, 2, 60)
-    assert by_length.certificate is None
-    level = pack_sequences(lengths, 2, 60, counts=np.zeros_like(counts))
-    assert np.array_equal(level.micro_step_S, by_length.micro_step_S)
-    assert np.array_equal(level.rank_S, by_length.rank_S)
-    assert (level.certificate.bound, level.certificate.over_bound) == (0, 1.0)
-
-
 @pytest.mark.parametrize(
     ("change", "error", "message"),
     [
         ({"counts": np.ones((2, 1, 4), int)}, LayoutError, "counts.*3 sequences"),
-        ({"counts": np.ones((3, 4), int)}, LayoutError, "counts.*3 sequences"),
         ({"counts": np.ones((3, 1, 4))}, LayoutError, "float64.*expected integers"),
         ({"counts": np.ones((3, 0, 4), int)}, LayoutError, "0 layers.*at least one"),
         ({"counts": np.full((3, 1, 4), 8)}, LayoutError, "sequence 0.*7 tokens"),
         ({"counts": np.full((3, 1, 4), -1)}, LayoutError, "sequence 0.*from -1"),
         ({"counts": np.ones((3, 1, 3), int)}, LayoutError, "3 experts.*pass homes"),
         ({"homes": [[0, 0, 1, 2]]}, LayoutError, "to 2.*0 to 1"),
-        ({"homes": [[0, 0, -1, 1]]}, LayoutError, "from -1.*0 to 1"),
         ({"homes": [[0, 0, 1]]}, LayoutError, "homes.*layers and experts"),
-        ({"homes": [[0.0, 0, 1, 1]]}, LayoutError, "float64.*expected integers"),
         ({"groups": 3}, LayoutError, "2 ranks.*3 equal"),
-        ({"groups": 0}, LayoutError, "groups is 0"),
         ({"counts": None, "homes": [[0, 0, 1, 1]]}, ConfigError, "homes.*counts"),
-        ({"counts": None, "groups": 2}, ConfigError, "groups.*counts"),
         (
             {"lengths": [2**30] * 3, "token_budget": 2**31, "counts": np.full((3, 1, 4), 2**30)},
             LayoutError,
@@ -202,7 +169,7 @@ def test_impossible_packings_by_routes_are_refused(change, error, message):
         pack_sequences(**asked)
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=50, deadline=None)
 @given(
     seed=st.integers(0, 2**32 - 1),
     sequences=st.integers(0, 40),
@@ -271,27 +238,12 @@ def test_a_few_sequences_are_exchanged_as_well_as_can_be(seed, padded):
     assert found.bound <= least <= found.slowest <= 1.02 * least
 
 
-def test_whole_micro_batches_are_exchanged_where_sequences_have_no_room():
-    """Two kinds of two lengths, and padding that leaves no room: what meets is a choice of micro-batches alone."""
-    lengths, kind_S = np.array([12, 6, 6] * 2), [0, 1, 1, 1, 0, 0]
-    counts = np.zeros((6, 1, 2), int)
-    counts[range(6), 0, kind_S] = lengths
-    # in each micro-step all tokens want one expert
-    before = Packing(np.array([0, 1, 1, 1, 0, 0], np.int32), np.repeat([0, 1], 3).astype(np.int32), 2, 2)
-    after = exchange_sequences(before, lengths, counts, padded=True)
-    assert (after.certificate.by_length, after.certificate.slowest, after.certificate.bound) == (48, 24, 24)
-    assert after.micro_step_S.tolist() in ([0, 1, 1, 0, 1, 1], [1, 0, 0, 1, 0, 0])
-
-
 @pytest.mark.parametrize(
     ("change", "message"),
     [
         ({"lengths": [7, 9]}, "2 lengths.*3 sequences"),
         ({"packing": Packing(np.array([0, 2, 1]), np.zeros(3, int), 2, 2)}, "sequence 1.*micro-step 2.*0 to 1"),
-        ({"packing": Packing(np.zeros(3, int), np.array([0, 0, -1]), 2, 2)}, "sequence 2.*rank -1.*0 to 1"),
         ({"token_budget": 15}, "micro-step 0 of rank 0.*16 tokens.*budget is 15"),
-        ({"token_budget": 17, "padded": True}, "micro-step 0 of rank 0.*18 tokens.*budget is 17"),
-        ({"counts": np.ones((2, 1, 4), int)}, "counts.*3 sequences"),
     ],
 )
 def test_impossible_exchanges_are_refused(change, message):
@@ -299,3 +251,76 @@ def test_impossible_exchanges_are_refused(change, message):
     asked = {"packing": packing, "lengths": [7, 9, 8], "counts": np.ones((3, 1, 4), int)} | change
     with pytest.raises(LayoutError, match=message):
         exchange_sequences(**asked)
+
+
+def cost(lengths, square):
+    lengths = np.asarray(lengths, float)
+    return lengths + square * lengths**2
+
+
+@settings(max_examples=60)
+@given(
+    lengths=st.lists(st.integers(0, 50), min_size=1, max_size=40),
+    num_ranks=st.integers(1, 4),
+    spare=st.integers(0, 60),
+    square=st.sampled_from([0.0, 0.05]),
+)
+@example(lengths=[1, 1, 0, 0], num_ranks=4, spare=1, square=0.0)
+@example(lengths=[2, 1], num_ranks=1, spare=1, square=0.0)  # they fill the place
+def test_the_longest_goes_first_to_the_lightest_place_with_room(lengths, num_ranks, spare, square):
+    """Against the rule in loops over all places, and as many micro-steps as the first number that works."""
+    budget = max(lengths) + spare
+    packed = pack_sequences(lengths, num_ranks, budget, square_cost=square)
+    executed = [packed.sequences(m, g) for m in range(packed.num_micro_steps) for g in range(num_ranks)]
+    assert sorted(np.concatenate(executed).tolist()) == list(range(len(lengths)))
+    works = layout_oracle.dealt(lengths, cost(lengths, square), budget, packed.num_micro_steps * num_ranks)
+    assert (packed.micro_step_S * num_ranks + packed.rank_S).tolist() == works
+    fewer = (packed.num_micro_steps - 1) * num_ranks
+    assert fewer == 0 or layout_oracle.dealt(lengths, cost(lengths, square), budget, fewer) is None
+
+
+@pytest.mark.parametrize(
+    ("change", "error", "message"),
+    [
+        ({"token_budget": 8}, LayoutError, "sequence 1 has 9 tokens and the token budget is 8; .* at least 9, or cut"),
+        ({"num_ranks": 0}, LayoutError, "number of ranks is 0; expected a whole number from 1"),
+        ({"lengths": []}, LayoutError, "no sequence to pack"),
+        ({"lengths": [-1]}, LayoutError, "expected 0 or more"),
+        ({"token_budget": 20.5}, LayoutError, "the token budget is 20.5"),
+        ({"square_cost": -1.0}, ConfigError, "square_cost is -1.0"),
+    ],
+)
+def test_impossible_packings_are_refused(change, error, message):
+    asked = {"lengths": [7, 9, 8], "num_ranks": 2, "token_budget": 20} | change
+    with pytest.raises(error, match=message):
+        pack_sequences(**asked)
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_padded_batches_equal_the_loop(seed):
+    rng = np.random.default_rng(seed)
+    lengths = rng.integers(0, 20, int(rng.integers(1, 30))).tolist()
+    budget = max(lengths) + int(rng.integers(0, 60))
+    batches = padded_batches(lengths, budget)
+    assert [batch.tolist() for batch in batches] == layout_oracle.greedy_padded_batches(lengths, budget)
+
+
+def test_ranks_can_agree_on_a_number_of_padded_batches_and_nothing_makes_none():
+    batches = padded_batches([4, 4, 4, 4, 1], 100, min_count=3)
+    assert [batch.tolist() for batch in batches] == [[0, 1], [2], [3, 4]]
+    assert len(padded_batches([4] * 5, 100, min_count=5)) == 5
+    assert padded_batches([], 10) == []
+    assert [batch.tolist() for batch in padded_batches([0, 0], 0)] == [[0, 1]]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"lengths": [3, 9], "token_budget": 8}, "sequence 1 has 9 tokens and the token budget is 8; raise the budget"),
+        ({"lengths": [7], "token_budget": 7, "min_count": 2}, "1 sequences cannot make 2"),
+        ({"lengths": [-1], "token_budget": 7}, "expected 0 or more"),
+    ],
+)
+def test_impossible_padded_batches_are_refused(arguments, message):
+    with pytest.raises(LayoutError, match=message):
+        padded_batches(**arguments)

@@ -5,7 +5,6 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from foreroute import RoutingTrace
 from foreroute.errors import BatchMismatchError
 from foreroute.layout import locate_rows, starts_from_cumulative_lengths, starts_from_positions
 from foreroute.layout.match_tokens import order_by_tokens
@@ -17,7 +16,7 @@ def canary(lengths):
     return canary_trace(lengths, spec_of(num_experts=64))
 
 
-@pytest.mark.parametrize("seed", range(60))
+@pytest.mark.parametrize("seed", range(30))
 def test_any_mask_equals_a_loop(seed):
     rng = np.random.default_rng(seed)
     trace = random_trace(seed)
@@ -42,23 +41,6 @@ def test_the_unrouted_last_token_may_be_left_out_and_no_other():
     assert order_by_tokens(canary([2, 1]), [np.zeros(0, int), np.array([0])]).tolist() == [1, 0]
 
 
-def test_a_gap_before_the_end_is_no_reason_to_leave_out_rows():
-    trace = canary([2]).continued_by(canary([2]))
-    assert trace.valid_N.tolist() == [True, False, True, False]
-    with pytest.raises(BatchMismatchError, match="leaves out 1 rows"):
-        locate_rows(trace, [[0]])
-
-
-def test_a_mask_that_was_forgotten_is_named():
-    trace, padded = canary([3, 2]), [[0, 1, 2], [99, 3, 4]]
-    for mask in (None, np.ones((2, 3))):
-        with pytest.raises(BatchMismatchError, match=r"attention_mask.*0.*padding"):
-            locate_rows(trace, padded, mask)
-    assert locate_rows(trace, padded, [[1, 1, 1], [0, 1, 1]]).tolist() == [0, 1, 2, -1, 3, 4]
-    with pytest.raises(BatchMismatchError, match=r"batch.*recorded"):
-        locate_rows(trace, [[0, 1, 2], [99, 3, 5]])
-
-
 PADDED = {
     "left": [[9, 9, 9, 0, 1, 2], [9, 9, 9, 9, 3, 4]],
     "left, the last token left out": [[9, 9, 0, 1], [9, 9, 9, 3]],
@@ -73,12 +55,9 @@ def test_padding_without_its_mask_is_named_wherever_it_is(ids):
     trace = canary([3, 2])
     with pytest.raises(BatchMismatchError, match=r"trace.*attention_mask.*0"):
         locate_rows(trace, ids)
-    other = np.where(np.array(ids) == 3, 7, ids)
     with pytest.raises(BatchMismatchError, match=r"batch.*recorded") as told:
-        locate_rows(trace, other)
+        locate_rows(trace, np.where(np.array(ids) == 3, 7, ids))
     assert "No attention_mask" not in str(told.value), "other tokens are no padding"
-    twice = any(row[0] == row[1] != first for row, first in zip(other.tolist(), (0, 3), strict=True))
-    assert ("is padding, pass attention_mask" in str(told.value)) == twice
 
 
 def test_another_order_is_named():
@@ -89,26 +68,14 @@ def test_another_order_is_named():
         locate_rows(trace, [[6, 0], [3, 4]], [[1, 0], [1, 1]])
 
 
-def test_equal_sequences_are_told_apart_in_the_named_order():
-    spec = spec_of(num_experts=4, top_k=1, num_layers=1)
-    trace = RoutingTrace.from_sequences(spec, [[5, 6], [5, 6], [7, 8]], [[[[0]]], [[[1]]], [[[2]]]])
-    with pytest.raises(BatchMismatchError, match=r"\[2, 0, 1\].*trace"):
-        locate_rows(trace, [[7, 8], [5, 6], [5, 6]])
-    with pytest.raises(BatchMismatchError, match=r"4 sequences.*trace.*3.*\[0, 1, 2, 2\]"):
-        locate_rows(trace, [[5, 6], [5, 6], [7, 8], [7, 8]])
-
-
 @pytest.mark.parametrize(
     ("ids", "mask", "message"),
     [
         ([[0, 1, 77]], None, "3 tokens in the batch and 2 in the trace.*pass the attention mask"),
         ([[0, 1], [2, 3]], None, "2 sequences and the trace has 1"),
-        ([0, 1], None, r"expected integers \[B, T\]"),
         ([[0.0, 1.0]], None, r"expected integers \[B, T\]"),
         ([[0, 1]], [[1, 1, 1]], "attention_mask has shape"),
         ([[0, 1]], [[1, 2]], "of zeros and ones"),
-        ([[0, 1]], [[0, 0]], "leaves out 1 rows"),
-        ([[5, 6]], None, "Expected the batch that the trace was recorded for"),
         ([[0, 9]], None, "sequence 0, position 1.*9.*1"),
     ],
 )
@@ -144,33 +111,15 @@ def test_packed_sequences_are_located(rows, left, extra, junk):
         assert np.array_equal(starts_from_cumulative_lengths(cumulative, kept), starts)
 
 
-def test_a_row_that_does_not_begin_at_position_0_is_one_sequence_and_an_empty_one_is_none():
-    assert starts_from_positions([[5, 6, 7, 0]], np.ones((1, 4), bool)).tolist() == [[True, False, False, True]]
-    assert starts_from_cumulative_lengths([0, 2, 2, 3, 3], np.ones((1, 3), bool)).tolist() == [[True, False, True]]
-
-
 @pytest.mark.parametrize(
     ("cumulative", "shape", "message"),
     [
         ([0, 2], (1, 3), "run from 0 to 2; expected 0 to 3"),
-        ([1, 3], (1, 3), "run from 1 to 3"),
         ([0, 3], (2, 3), "a batch of 2 rows"),
         ([0, 2, 1, 3], (1, 3), "none below the one before it"),
         ([0, 2**63 - 1, -(2**63), -1, 3], (1, 3), "none below the one before it"),
-        ([0.0, 3.0], (1, 3), "expected integers"),
-        ([], (1, 3), r"shape \(0,\)"),
     ],
 )
 def test_offsets_that_do_not_fit_are_refused(cumulative, shape, message):
     with pytest.raises(BatchMismatchError, match=message):
         starts_from_cumulative_lengths(cumulative, np.ones(shape, bool))
-
-
-def test_positions_of_another_shape_are_refused():
-    with pytest.raises(BatchMismatchError, match=r"shape \(2, 3\); expected \(2, 4\)"):
-        starts_from_positions(np.zeros((2, 3), int), np.ones((2, 4), bool))
-    for starts in ([[0.5, 1]], [[True]], [[2, 0]]):
-        with pytest.raises(BatchMismatchError, match=r"expected bool \(1, 2\)"):
-            locate_rows(canary([2]), [[0, 1]], None, starts)
-    with pytest.raises(BatchMismatchError, match="sequence"):
-        locate_rows(canary([2]), [[0, 1]], None, [[False, True]])

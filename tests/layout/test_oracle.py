@@ -6,10 +6,9 @@ import numpy as np
 import pytest
 
 from foreroute import layout
-from tests.layout import layout_oracle as oracle
 from tests.layout.layout_cases import canary_trace, decoded, draw_case
 
-SEEDS, SHARDS = range(120), 4
+SEEDS, SHARDS = range(60), 4
 """Each form is among these with each side; with those of the slow tests, with each number of ranks too."""
 
 
@@ -17,8 +16,8 @@ SEEDS, SHARDS = range(120), 4
     "seeds",
     [
         SEEDS,
-        pytest.param(range(120, 240), marks=pytest.mark.slow),
-        *(pytest.param(range(240 + n, 2400, SHARDS), marks=pytest.mark.exhaustive) for n in range(SHARDS)),
+        pytest.param(range(60, 180), marks=pytest.mark.slow),
+        *(pytest.param(range(180 + n, 2400, SHARDS), marks=pytest.mark.exhaustive) for n in range(SHARDS)),
     ],
 )
 def test_every_rank_gets_the_rows_of_the_oracle_and_gives_them_back_in_packed_order(seeds):
@@ -26,7 +25,7 @@ def test_every_rank_gets_the_rows_of_the_oracle_and_gives_them_back_in_packed_or
     for seed in seeds:
         case = draw_case(seed)
         canary = canary_trace(case.lengths, case.spec, last_absent=seed % 2 == 0)
-        layers = stage_layers(case, seed) or case.spec.layers
+        layers = case.spec.layers[seed % 3 :] or case.spec.layers
         plans = []
         for sequences in case.batches:
             for ranks in case.ranks():
@@ -67,13 +66,6 @@ def test_a_mistaken_layout_is_seen(mistake):
             assert np.array_equal(seen, places(case, canary, cells, case.spec.layers)) == is_right, (seed, mistake)
             moved += not is_right
     assert moved >= 20, f"{mistake} moved cells in only {moved} layouts, which controls little"
-
-
-def stage_layers(case, seed):
-    """The layers of one pipeline stage, in the order that they run."""
-    stage = (seed % len(case.counts[0]), seed % len(case.counts))
-    here = [i for i, at in enumerate(oracle.stage_of_layer(case.counts)) if at == stage]
-    return [r for i in here for r in case.spec.layers if r.index == i and r.kind in ("decoder", "hash")]
 
 
 def seen_places(canary, rank_rows, layers):

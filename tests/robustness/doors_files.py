@@ -43,7 +43,8 @@ def write_files(folder):
     fr.save(trace, folder / "trace.safetensors")
     counts = np.random.default_rng(0).poisson(20, (1, LAYERS, 2, EXPERTS))
     save_counts(counts, folder / "counts.safetensors")
-    save_plan(plan(counts, load_cluster(folder / "cluster.toml").topology), folder / "plan.safetensors")
+    before = plan(counts + 1, load_cluster(folder / "cluster.toml").topology)  # of the step before
+    save_plan(before, folder / "plan.safetensors")
     line = {"counts": "counts.safetensors", "plan": None, "pass_name": "recompute", "seconds": 0.004}
     (folder / "measured.jsonl").write_text("".join(json.dumps(line | {"seconds": s}) + "\n" for s in (0.004, 0.011)))
     (folder / "model").mkdir()  # whose configuration is enough to know its layers

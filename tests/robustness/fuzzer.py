@@ -1,15 +1,14 @@
 """Gives readers malformed inputs in a child process, where indices of compiled loops are checked and memory is limited.
 
-A crash or a hang ends the child, and is counted; the attack goes on behind that input in the next child. Before each
-case a child writes down which it is at, and sets its alarm: the kernel ends a child that is silent for too long,
-whatever it is in. Verdicts of `BATCH` cases at a time go to standard output, one JSON object a line.
+A crash or a hang ends the child and the attack. Before each case the child writes down its number and sets its alarm:
+the kernel ends a child that is silent for too long, whatever it is in. Names of targets and verdicts of `BATCH` cases
+at a time go to standard output, one JSON object a line.
 """
 
 import json
 import os
 import resource
 import signal
-import struct
 import subprocess
 import sys
 import tempfile
@@ -32,133 +31,90 @@ START_S = 300
 """To make and read a valid input, for which frameworks are imported."""
 HANGS_AFTER_S = 20
 """A case that takes longer hangs. Valid inputs take milliseconds; the rest is for a busy machine."""
-ADDRESS_SPACE = 512 << 20
-"""What a child may map beyond what it has mapped when its first target has read a valid input."""
-MORE_MEMORY = 64 << 20
-"""What a malformed input may take beyond the valid one it was made from."""
-SLACK = 4 << 20
-"""The kernel counts resident pages in batches per thread, and the allocator grows in steps."""
-AT = struct.Struct("<qq")
-"""Which target a child is at, and which case; -1 while it makes a valid input."""
+ADDRESS_SPACE = 192 << 20
+"""What a child may map beyond what it has mapped when its first target has read a valid input: more is a `MemoryError`,
+which no reader turns into an error of its own."""
 
 
 @dataclass
 class Tally:
-    """What became of the inputs of one target: the most memory is beyond the valid one's, failures are some of them."""
+    """What became of the inputs of one target."""
 
     verdicts: Counter = field(default_factory=Counter)
-    extra_mb: float = 0.0
     failures: list = field(default_factory=list)
 
 
-def attack(group, inputs, *, hangs_after_s=HANGS_AFTER_S, most_failures=20):
-    """Give each target of a group `inputs` malformed inputs for each unit of its weight, or a few more.
+def attack(group, inputs, *, names=None, hangs_after_s=HANGS_AFTER_S):
+    """Give each target of a group, or those with these names, `inputs` malformed inputs for each unit of its weight.
 
-    After `most_failures` crashes and hangs a target is left alone; as many failures are listed of each.
+    A few more make the last batch whole. Returns the tally of each target that was tried.
     """
-    tallies, target, case = {}, 0, 0
-    with tempfile.TemporaryDirectory() as folder:
-        progress = Path(folder) / "progress"
-        while True:
-            progress.write_bytes(AT.pack(target, -1))
-            order = [group, inputs, hangs_after_s, target, case, str(progress)]
-            ended = subprocess.run(
-                [sys.executable, "-m", "tests.robustness.fuzzer", json.dumps(order)],
-                capture_output=True,
-                env=environment(FOREROUTE_KERNELS=str(_checked_kernels()), OMP_NUM_THREADS="1"),
-                check=False,
-            )
-            names, *results = map(json.loads, ended.stdout.splitlines() or [b"null"])
-            for result in results:
-                tally = tallies.setdefault(result["target"], Tally())
-                tally.verdicts.update(result["verdicts"])
-                tally.extra_mb = max(tally.extra_mb, round(result["extra"] / 2**20, 1))
-                tally.failures.extend(result["failures"][: most_failures - len(tally.failures)])
-            if ended.returncode == 0:
-                return tallies
-            target, case = AT.unpack(progress.read_bytes())
-            said = ended.stderr.decode(errors="replace")[-2000:]
-            if names is None or case < 0:
-                raise RuntimeError(f"the child for {group} could not make a valid input:\n{said}")
-            tally = tallies.setdefault(names[target], Tally())
-            verdict = "hang" if ended.returncode == -signal.SIGALRM else "crash"
-            # the cases of the batch that broke off are not counted, but for this one
-            tally.verdicts[verdict] += 1
-            tally.failures.append([case, verdict, f"exit code {ended.returncode} {said}"])
-            given_up = tally.verdicts["crash"] + tally.verdicts["hang"] >= most_failures
-            target, case = (target + 1, 0) if given_up else (target, case + 1)
-            if target == len(names):
-                return tallies
+    with tempfile.NamedTemporaryFile() as progress:
+        ended = subprocess.run(
+            [sys.executable, "-m", "tests.robustness.fuzzer", json.dumps([group, inputs, names, hangs_after_s])],
+            capture_output=True,
+            env=environment(FOREROUTE_KERNELS=str(_checked_kernels()), OMP_NUM_THREADS="1", PROGRESS=progress.name),
+            check=False,
+        )
+        case = progress.read().decode()
+    tallies = {}
+    for line in ended.stdout.splitlines():
+        result = json.loads(line)
+        tally = tallies.setdefault(result["target"], Tally())
+        tally.verdicts.update(result["verdicts"])
+        tally.failures.extend(result["failures"])
+    if ended.returncode:
+        said = ended.stderr.decode(errors="replace")[-2000:]
+        if not tallies or not case:
+            raise RuntimeError(f"the child for {group} could not make a valid input:\n{said}")
+        verdict = "hang" if ended.returncode == -signal.SIGALRM else "crash"
+        tally.verdicts[verdict] += 1
+        tally.failures.append([int(case), verdict, f"exit code {ended.returncode} {said}"])
+    return tallies
 
 
 def summary(tallies):
     verdicts = sum((tally.verdicts for tally in tallies.values()), Counter())
     counted = ", ".join(f"{verdicts[name]} {name}" for name in (*FAILURES, "refused", "same", "plausible"))
-    extra = max(tally.extra_mb for tally in tallies.values())
-    return f"{verdicts.total()} malformed inputs over {len(tallies)} readers: {counted}; at most {extra} MB more memory"
+    return f"{verdicts.total()} malformed inputs over {len(tallies)} readers: {counted}"
 
 
 def main():
     """`python -m tests.robustness.fuzzer ORDER`, as `attack` gives it."""
-    group, inputs, hangs_after_s, first_target, first_case, progress = json.loads(sys.argv[1])
+    group, inputs, names, hangs_after_s = json.loads(sys.argv[1])
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-    with open(progress, "r+b", buffering=0) as page, tempfile.TemporaryDirectory(dir=_memory_folder()) as folder:
-        targets, peak = load_group(group, Path(folder)), Peak()
-        print(json.dumps([target.name for target in targets]), flush=True)
-        for number, target in enumerate(targets[first_target:], first_target):
+    with open(os.environ["PROGRESS"], "r+b", buffering=0) as page, tempfile.TemporaryDirectory(dir=_memory()) as folder:
 
-            def begin(case, number=number):
-                os.pwrite(page.fileno(), AT.pack(number, case), 0)
-                signal.alarm(START_S if case < 0 else hangs_after_s)
+        def begin(case):
+            page.truncate(0)
+            os.pwrite(page.fileno(), b"%d" % case if case >= 0 else b"", 0)
+            signal.alarm(START_S if case < 0 else hangs_after_s)
 
-            begun = first_case if number == first_target else 0
-            for start in range(begun - begun % BATCH, inputs * target.weight, BATCH):
+        for target in load_group(group, Path(folder)):
+            if names is not None and target.name not in names:
+                continue
+            print(json.dumps({"target": target.name, "verdicts": {}, "failures": []}), flush=True)
+            for start in range(0, inputs * target.weight, BATCH):
                 begin(-1)
-                result = _attack_batch(target, peak, start, range(max(start, begun), start + BATCH), begin)
+                result = _attack_batch(target, range(start, start + BATCH), begin)
                 print(json.dumps({"target": target.name, **result}), flush=True)
         signal.alarm(0)
 
 
-def _attack_batch(target, peak, start, cases, begin):
-    """Some of the cases of the batch that begins at `start`. `begin` is called with the number of each."""
-    valid = target.make(np.random.default_rng([SEED, start]))
+def _attack_batch(target, cases, begin):
+    """The verdicts of cases that share a valid input. `begin` is called with the number of each."""
+    valid = target.make(np.random.default_rng([SEED, cases[0]]))
     expected = target.content(valid)
     _limit_address_space()
-    before = peak.reset()
-    target.content(valid)
-    usual = peak.read() - before + SLACK
-    verdicts, failures, extra = Counter(), [], 0
+    verdicts, failures = Counter(), []
     for case in cases:
         begin(case)
         raw, forged = target.malformed(valid, case, np.random.default_rng([SEED, case, 1]))
-        before = peak.reset()
         verdict, seen = target.judge(raw, expected, forged=forged)
-        more = peak.read() - before - usual
-        extra = max(extra, more)
-        if more > MORE_MEMORY:
-            verdict, seen = "over memory", f"took {more >> 20} MiB more than the valid input"
         verdicts[verdict] += 1
         if seen:
             failures.append([case, verdict, seen])
-    return {"verdicts": verdicts, "failures": failures, "extra": extra}
-
-
-class Peak:
-    """Peak resident memory of this process since it was last reset, from the kernel."""
-
-    def __init__(self):
-        self._status = os.open("/proc/self/status", os.O_RDONLY)
-        self._reset = os.open("/proc/self/clear_refs", os.O_WRONLY)
-
-    def reset(self):
-        """Start anew; returns the bytes that are resident."""
-        os.pwrite(self._reset, b"5", 0)
-        return self.read()
-
-    def read(self):
-        text = os.pread(self._status, 4096, 0)
-        start = text.index(b"VmHWM:") + 6
-        return int(text[start : text.index(b"kB", start)]) * 1024
+    return {"verdicts": verdicts, "failures": failures}
 
 
 @cache
@@ -168,7 +124,7 @@ def _limit_address_space():
     resource.setrlimit(resource.RLIMIT_AS, (mapped + ADDRESS_SPACE, mapped + ADDRESS_SPACE))
 
 
-def _memory_folder():
+def _memory():
     return "/dev/shm" if os.access("/dev/shm", os.W_OK) else None
 
 

@@ -16,8 +16,6 @@ HOSTILE = (
     *([], {}, [[]], [0], [-1, 2], {"a": 1}, [None], ["x"], [[[[[[1]]]]]], [0] * 300, {"": 0}),
 )
 """Values that are of the wrong type, out of range, or hostile to who prints or counts them."""
-ALIKE = (b"0123456789", b"ABCDEFGHIJKLMNOPQRSTUVWXYZ", b"abcdefghijklmnopqrstuvwxyz")
-"""Characters that stand in for each other: a text of digits, names or base64 stays one."""
 
 
 def damage(raw, rng):
@@ -103,14 +101,9 @@ def _put(raw, at, piece):
     return (raw[:at] + piece + raw[at + len(piece) :])[: len(raw)]
 
 
-def _alike(raw, at, rng):
-    same = next((each for each in ALIKE if raw[at] in each), b"+/")
-    return _put(raw, at, bytes([same[int(rng.integers(len(same)))]]))
-
-
 def _other_number(raw, at, rng):
     """Another number for a digit of the head."""
-    digits = [place for place, byte in enumerate(raw[:4096]) if byte in ALIKE[0]] or [at]
+    digits = [place for place, byte in enumerate(raw[:4096]) if 48 <= byte < 58] or [at]
     place = digits[int(rng.integers(len(digits)))]
     return raw[:place] + str(rng.integers(10 ** int(rng.integers(1, 12)))).encode() + raw[place + 1 :]
 
@@ -118,7 +111,6 @@ def _other_number(raw, at, rng):
 DAMAGES = (
     lambda raw, at, rng: _put(raw, at, bytes([raw[at] ^ 1 << int(rng.integers(8))])),
     lambda raw, at, rng: _put(raw, at, rng.bytes(1)),
-    _alike,
     _other_number,
     lambda raw, at, rng: raw[:at],
     lambda raw, at, rng: raw + rng.bytes(int(rng.integers(1, 64))),

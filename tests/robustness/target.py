@@ -12,7 +12,7 @@ import numpy as np
 from foreroute.errors import ForerouteError
 from tests.robustness.mutations import damage
 
-FAILURES = ("crash", "hang", "accepted wrong", "traceback", "over memory", "names no file")
+FAILURES = ("crash", "hang", "accepted wrong", "traceback", "names no file")
 """Verdicts that must not be. The others are refused, same, and plausible: another content that follows every rule."""
 
 

@@ -1,6 +1,8 @@
-"""Specs, and traces: built, compared and refused, also of numpy's integers; `test_streams.py` cuts and joins them."""
+"""Specs, and traces: built, compared and refused, also of layers that differ in experts and picks."""
 
-import json
+from collections import Counter
+from dataclasses import replace
+from itertools import permutations
 
 import numpy as np
 import pytest
@@ -8,21 +10,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import foreroute as fr
-from foreroute.capture import Generation, load_generation, save_generation
 from foreroute.errors import SpecMismatchError, TraceContentError
-from foreroute.trace import NO_VERSION, SAMPLING, DecisionStream, IndexerSpec, digest
+from foreroute.trace import NO_VERSION, SAMPLING, DecisionStream, IndexerSpec, digest, extended
 from foreroute.trace.checks import check_rows
-from foreroute.trace.operations import count_assignments, shared_picks
-from tests.traces import random_trace, spec_of
+from foreroute.trace.operations import count_assignments, overlap
+from tests.traces import picks_of, random_trace, spec_of, uneven_trace, with_decisions
 
 SPEC = spec_of(num_experts=4, top_k=2, num_layers=1)
-
-
-def test_last_token_has_no_route_and_no_version():
-    trace = fr.RoutingTrace.from_sequences(SPEC, [[7, 8, 9]], [[[[0, 1]], [[3, 2]]]], weight_version=5)
-    assert trace.valid_N.tolist() == [True, True, False]
-    assert trace.weight_versions_N.tolist() == [5, 5, NO_VERSION]
-    assert trace.versions == (5,)
 
 
 @pytest.mark.parametrize(
@@ -32,7 +26,6 @@ def test_last_token_has_no_route_and_no_version():
         ([[[0, 4]]], "expected 0 to 3"),
         ([[[0, -1]]], "expected 0 to 3"),
         ([[[0.0, 1.0]]], "expected integers"),
-        ([[0, 1]], r"routes of shape \(1, 2\)"),
         ([[[0, 1, 2]]], "expected \\[rows"),
         ([[[0, 1]]] * 3, r"2 tokens, routes of shape \(3, 1, 2\)"),
     ],
@@ -53,9 +46,7 @@ def test_weight_versions_are_whole_numbers(version):
     [
         ({"weight_versions": [[2**32 + 5, 0]]}, "from 5 to|from 0 to 4294967301"),
         ({"weight_versions": [[1.5, 0]]}, r"weight_versions\[0\] is float64"),
-        ({"weight_versions": [[-2, 0]]}, r"weight_versions\[0\] is int64.*from -2"),
         ({"valid": [[0.3, 0]]}, r"valid\[0\] is float64.*expected bools"),
-        ({"valid": [[2, 0]]}, "expected bools"),
         *(
             ({"token_ids": [ids]}, r"expected integers \[T\] from 0")
             for ids in ([-1, 2], [1.5, 2.0], [2**31, 1], [[1], [2]])
@@ -74,30 +65,6 @@ def test_rows_that_would_change_are_refused(changed, message):
         fr.RoutingTrace.from_rows(SPEC, **{**good, **changed})
 
 
-def test_facts_of_joined_traces_do_not_grow_with_every_join():
-    x, y = (random_trace(0).with_provenance(engine=name, host="a") for name in "xy")
-    joined = fr.concatenate([x, y])
-    for _ in range(3):
-        joined = fr.concatenate([joined, joined, x])
-    assert joined.provenance == {"engine": "x | y", "host": "a"}
-    many = [random_trace(0).with_provenance(step=str(step)) for step in range(40)]
-    stepwise = many[0]
-    for trace in many[1:]:
-        stepwise = fr.concatenate([stepwise, trace])
-    for once in (stepwise, fr.concatenate(many)):
-        assert once.provenance["step"] == " | ".join([*map(str, range(16)), "…"])
-
-
-def test_counting_needs_whole_micro_steps_and_ids_that_experts_have():
-    trace = random_trace(0)
-    for wrong in (np.full(len(trace), 0.5), np.full(len(trace), -1), np.zeros(len(trace) + 1, int)):
-        with pytest.raises(TraceContentError, match="micro-step"):
-            count_assignments(trace, wrong)
-    trace.expert_ids_NLK[np.flatnonzero(trace.valid_N)[-1], 0, 0] = trace.spec.num_experts
-    with pytest.raises(TraceContentError, match=f"expert ids.*{trace.spec.num_experts}"):
-        count_assignments(trace, np.zeros(len(trace), int))
-
-
 @pytest.mark.parametrize(
     ("use", "message"),
     [
@@ -106,7 +73,6 @@ def test_counting_needs_whole_micro_steps_and_ids_that_experts_have():
         (lambda trace: trace.select(np.ones(len(trace), bool)), r"numpy\.flatnonzero"),
         *((lambda trace, wrong=wrong: trace.select(wrong), "seq") for wrong in ([0.5], ["0"], [None], [[0], [0, 1]])),
         (lambda trace: trace.truncated(trace.lengths + 1), "lengths hold"),
-        (lambda trace: trace.truncated([2.9] * len(trace)), r"expected \d whole numbers"),
         (lambda trace: fr.concatenate([trace, random_trace(0, num_experts=16)]), r"16 experts instead.*8"),
     ],
 )
@@ -115,7 +81,7 @@ def test_what_a_trace_does_not_hold_is_refused(use, message):
         use(random_trace(0))
 
 
-def test_digest_depends_on_tokens_routes_and_versions():
+def test_digest_depends_on_tokens_routes_versions_and_every_stream():
     a = random_trace(0)
     assert digest(a) == digest(a.select(np.arange(len(a))))
     assert digest(a) == digest(a.with_provenance(engine="other"))
@@ -123,12 +89,17 @@ def test_digest_depends_on_tokens_routes_and_versions():
     tokens = a.token_ids_N.copy()
     tokens[0] += 1
     changed.append(fr.RoutingTrace(a.spec, a.expert_ids_NLK, a.valid_N, tokens, a.weight_versions_N, a.offsets))
-    assert len({digest(t) for t in [a, *changed]}) == 4
+    with_streams = with_decisions(a, 0)
+    assert digest(with_streams) == digest(with_decisions(a, 0))
+    changed += [with_streams, with_decisions(a, 1), *map(with_streams.without_streams, (SAMPLING, "indexer"))]
+    assert len({digest(t) for t in [a, *changed]}) == 8
 
 
-def test_positions_count_from_the_first_row_of_each_sequence():
-    trace = random_trace(3).truncated(np.r_[0, random_trace(3).lengths[1:]])
-    assert trace.positions_N.tolist() == [p for length in trace.lengths for p in range(length)]
+def test_ids_that_no_expert_has_are_not_counted():
+    trace = random_trace(0)
+    trace.expert_ids_NLK[np.flatnonzero(trace.valid_N)[-1], 0, 0] = trace.spec.num_experts
+    with pytest.raises(TraceContentError, match=f"expert ids.*{trace.spec.num_experts}"):
+        count_assignments(trace, np.zeros(len(trace), int))
 
 
 @settings(max_examples=30)
@@ -149,44 +120,22 @@ def test_every_row_with_an_id_twice_or_too_high_is_refused_and_no_other(seed):
         check_rows(ids_NLK, valid_N, offsets, spec)
 
 
-def test_more_shared_picks_than_a_byte_holds_are_counted():
-    many = np.arange(300)[None]
-    assert shared_picks(many, many).tolist() == [300]
+@pytest.mark.parametrize(("experts", "layers"), [(8, 1), (127, 1), (128, 9), (129, 1), (255, 9), (256, 1)])
+def test_each_pair_and_each_place_of_eight_picks_is_looked_at(experts, layers):
+    """Eight picks of a byte are checked as one word, and eight layers at once."""
+    spec = spec_of(num_experts=experts, top_k=8, num_layers=layers)
+    good = np.tile(np.arange(experts - 8, experts, dtype=np.uint8), (1, layers, 1))
+    row = np.ones(1, bool), np.array([0, 1]), spec
+    check_rows(good, *row)
+    too_high = [(place, experts) for place in range(8) if experts < 256]
+    for place, value in [(a, good[0, 0, b]) for a, b in permutations(range(8), 2)] + too_high:
+        bad = good.copy()
+        bad[0, -1, place] = value
+        with pytest.raises(TraceContentError, match=r"decoder \d has expert ids"):
+            check_rows(bad, *row)
 
 
 LAYERS = (fr.RoutedLayer(0), fr.RoutedLayer(2))
-MODEL = fr.RoutingSpec(8, 2, LAYERS)
-SETS = {"valid": [False, True, False], "counts": [0, 1, 0], "ids": [3]}
-ROUTES = np.argsort(np.random.default_rng(0).random((2, 2, 8)))[..., :2]
-
-
-def trace_of(spec, masks):
-    return fr.RoutingTrace.from_sequences(spec, [[1, 2, 3]], [ROUTES]).with_stream(SAMPLING, masks)
-
-
-def test_numpys_integers_and_lists_are_taken_by_every_room(tmp_path):
-    layers = (fr.RoutedLayer(np.int32(0)), fr.RoutedLayer(np.int64(2)))
-    streams = (lambda num: DecisionStream.from_sets(num, **SETS), lambda num: DecisionStream.absent(num, 3))
-    for spec in (fr.RoutingSpec(np.int64(8), np.uint8(2), list(LAYERS)), fr.RoutingSpec(8, 2, layers)):
-        for number, stream in enumerate(streams):
-            given, plain = trace_of(spec, stream(np.int64(50))), trace_of(MODEL, stream(50))
-            assert digest(given) == digest(plain)
-            place = tmp_path / f"{number}"
-            assert fr.load(fr.save(given, place, encoding="ordered", overwrite=True)).equals(given)
-            MODEL.require_same(given.spec, what="the trace")
-            made = Generation(given, np.array([1]), np.zeros(2, np.float32))
-            save_generation(made, tmp_path / "generation", overwrite=True)
-            assert load_generation(tmp_path / "generation").trace.equals(plain)
-
-
-def test_a_stream_and_a_spec_keep_layers_as_a_tuple_however_they_were_made():
-    made = DecisionStream.from_sets(9, [True], [[1, 1]], [3, 4], layers=iter(LAYERS))
-    bare = DecisionStream(np.int16(9), made.valid_N, made.offsets, made.ids, list(LAYERS))
-    assert bare.layers == made.layers == DecisionStream.absent(9, 1, layers=list(LAYERS)).layers == LAYERS
-    spec = IndexerSpec(np.int64(1), list(LAYERS), np.int32(1), np.uint8(1))
-    assert (spec, json.dumps([spec.top_k, spec.unit, spec.heads])) == (IndexerSpec(1, LAYERS), "[1, 1, 1]")
-    one = fr.RoutingTrace.unrouted(MODEL, [[1]])
-    assert one.with_stream("a", bare).equals(one.with_stream("a", made))
 
 
 @pytest.mark.parametrize(
@@ -194,24 +143,115 @@ def test_a_stream_and_a_spec_keep_layers_as_a_tuple_however_they_were_made():
     [
         (lambda: fr.RoutingSpec(8, 2, (0, 2)), r"layers are \(0, 2\); expected routed layers"),
         (lambda: fr.RoutingSpec(8, 2, fr.RoutedLayer(0)), "expected routed layers"),
-        (lambda: fr.RoutingSpec(8, 2, None), "layers are None"),
         (lambda: fr.RoutingSpec(8.0, 2, LAYERS), "num_experts is 8.0"),
-        (lambda: fr.RoutingSpec("8", 2, LAYERS), "num_experts is '8'"),
         (lambda: fr.RoutingSpec(8, 2.5, LAYERS), "top_k is 2.5"),
-        (lambda: fr.RoutingSpec(8, True, LAYERS), "top_k is True"),
         (lambda: fr.RoutingSpec(8, 2, map(fr.RoutedLayer, range(1025))), "1025 layers of 8 experts"),
         (lambda: fr.RoutingSpec(65_536, 2, map(fr.RoutedLayer, range(17))), "1048576 experts in all"),
         (lambda: fr.RoutedLayer(-1, fr.trace.LayerKind.MTP), "layer"),
         (lambda: fr.RoutedLayer(2.5, fr.trace.LayerKind.MTP), "layer"),
-        (lambda: fr.RoutedLayer(0, "decoder"), "layer"),
         (lambda: DecisionStream.absent(50, 3, layers=[1]), r"layers are \[1\]"),
         (lambda: DecisionStream.absent(50.0, 3), "num_choices is 50.0"),
-        (lambda: IndexerSpec(3, ("a",)), "expected routed layers"),
         (lambda: IndexerSpec(0, LAYERS), "top_k is 0; expected a whole number from 1 to"),
         (lambda: IndexerSpec(3, LAYERS, unit=2.0), "unit is 2.0"),
-        (lambda: IndexerSpec(3, LAYERS, heads=True), "heads is True"),
     ],
 )
 def test_what_is_no_fact_of_a_model_is_refused(make, message):
     with pytest.raises(TraceContentError, match=message):
         make()
+
+
+SIZES = ((8, 2), (6, 3), (8, 1))
+UNEVEN = fr.RoutingSpec.of_sizes(map(fr.RoutedLayer, range(3)), SIZES)
+ROW = [[0, 7, -1], [5, 0, 3], [6, -1, -1]]
+
+
+@st.composite
+def traces(draw):
+    """A trace of a model with other experts and picks in some layers, at both sides of each width of ids."""
+    experts = draw(st.lists(st.sampled_from([1, 3, 255, 256, 257, 300]), min_size=1, max_size=4))
+    sizes = [(num_experts, draw(st.integers(1, min(num_experts, 4)))) for num_experts in experts]
+    return uneven_trace(draw(st.integers(0, 2**32 - 1)), sizes)
+
+
+def uneven_of(*rows, spec=UNEVEN, dtype=np.int64):
+    return fr.RoutingTrace.from_sequences(spec, [range(len(rows))], [np.array(rows).astype(dtype)])
+
+
+@settings(max_examples=60)
+@given(trace=traces(), data=st.data())
+def test_layers_and_padded_batches_match_lists(trace, data):
+    rows, spec = picks_of(trace), trace.spec
+    at = data.draw(st.permutations(range(spec.num_layers)))[: data.draw(st.integers(1, spec.num_layers))]
+    part = trace.select_layers([spec.layers[i] for i in at])
+    assert picks_of(part) == [None if row is None else [row[i] for i in at] for row in rows]
+    assert part.spec == fr.RoutingSpec.of_sizes(part.spec.layers, [spec.sizes_L[i] for i in at], "test")
+    assert part.expert_ids_NLK.dtype == part.spec.id_dtype
+    ascending = trace.without_pick_order()
+    assert picks_of(ascending) == [None if row is None else [sorted(ids) for ids in row] for row in rows]
+    padded, version = trace.to_padded(), max([-1, *trace.versions])
+    for mask in (padded.attention_mask_BT, trace.lengths):
+        ids, routes = padded.token_ids_BT, padded.expert_ids_BTLK
+        assert fr.RoutingTrace.from_padded(spec, ids, routes, mask, weight_version=version).equals(trace)
+    flat = padded.expert_ids_BTLK[padded.attention_mask_BT]
+    assert [[ids[ids >= 0].tolist() for ids in row] if row is not None else None for row in flat] == [
+        [[]] * spec.num_layers if row is None else row for row in rows
+    ]
+    assert picks_of(extended(trace.truncated(trace.lengths // 2), trace)) == rows
+
+
+@settings(max_examples=60)
+@given(trace=traces(), data=st.data())
+def test_only_picks_are_counted_and_shared(trace, data):
+    rows, spec = picks_of(trace), trace.spec
+    other = uneven_trace(data.draw(st.integers(0, 99)), spec.sizes_L)
+    ids = np.where(trace.valid_N[:, None, None], spec.filler, 0) * np.ones((1, *spec.is_pick_LK.shape), int)
+    for n, there in enumerate(trace.valid_N):
+        if there and other.valid_N.any():
+            ids[n] = other.expert_ids_NLK[np.flatnonzero(other.valid_N)[n % other.valid_N.sum()]]
+        elif there:
+            ids[n] = trace.expert_ids_NLK[n]
+    other = replace(trace, expert_ids_NLK=ids.astype(spec.id_dtype))
+    pairs = [(a, b) for a, b in zip(rows, picks_of(other), strict=True) if a is not None]
+    shared = [[len({*x} & {*y}) for x, y in zip(a, b, strict=True)] for a, b in pairs]
+    shared_RL, rows_R = overlap(trace, other)
+    assert shared_RL.tolist() == shared
+    assert rows_R.tolist() == np.flatnonzero(trace.valid_N).tolist()
+    counted = Counter((layer, e) for row in rows if row for layer, picks in enumerate(row) for e in picks)
+    counts_LE = count_assignments(trace, [0] * len(trace)).sum(axis=0)
+    assert counts_LE.shape == (spec.num_layers, spec.num_experts)
+    assert {(int(i), int(e)): int(counts_LE[i, e]) for i, e in np.argwhere(counts_LE)} == counted
+    assert counts_LE.sum() == trace.valid_N.sum() * spec.picks_L.sum()
+
+
+@pytest.mark.parametrize(
+    ("sizes", "message"),
+    [
+        ([(8, 2), (3, 4), (8, 4)], "top_k of a layer is 4"),
+        ([(8, 2), (8.0, 1), (8, 2)], "num_experts of a layer is 8.0"),
+        ([(8, 2), (8, 1)], "there are sizes of 2 layers"),
+    ],
+)
+def test_layers_that_cannot_be_are_refused(sizes, message):
+    with pytest.raises(TraceContentError, match=message):
+        fr.RoutingSpec.of_sizes(UNEVEN.layers, sizes)
+    with pytest.raises(TraceContentError, match="up to"):
+        replace(UNEVEN, top_k=4)
+
+
+@pytest.mark.parametrize("dtype", [np.int8, np.int64, np.uint8, np.uint16])
+def test_routes_come_in_with_minus_one_behind_the_picks_in_types_without_a_sign_too(dtype):
+    assert picks_of(uneven_of(ROW, dtype=dtype)) == [[[0, 7], [5, 0, 3], [6]]]
+    assert uneven_of(ROW, dtype=dtype).expert_ids_NLK[0].tolist() == [[0, 7, 255], [5, 0, 3], [6, 255, 255]]
+
+
+@pytest.mark.parametrize(
+    ("row", "message"),
+    [
+        ([[0, 7, 0], *ROW[1:]], "ids in columns that a layer does not have, .*expected -1 behind its picks"),
+        ([ROW[0], [5, 6, 3], ROW[2]], r"decoder 1 has expert ids \[5, 6, 3\]: expected ids from 0 to 5"),
+        ([[4, 4, -1], *ROW[1:]], r"decoder 0 has expert ids \[4, 4\]: an expert is picked twice"),
+    ],
+)
+def test_routes_that_cannot_be_are_refused_by_the_sizes_of_their_layer(row, message):
+    with pytest.raises(TraceContentError, match=message):
+        uneven_of(ROW, row)

@@ -1,7 +1,6 @@
 """Each rule of docs/formats.md for readers of traces: a file that breaks it is refused, though checksums are right."""
 
 import json
-from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -9,35 +8,13 @@ import zstandard
 
 import foreroute as fr
 from foreroute.errors import TraceContentError, TraceFileError
-from foreroute.trace.checks import as_offsets, ascending, join_ranges
 from foreroute.trace.file import ENCODINGS
 from tests.trace.forging import STAIRCASE, forged, frame_contents, holding, setting
 from tests.traces import random_trace, uneven_trace, with_decisions
 
 TRACE = random_trace(0)
 ROWS = TRACE.num_rows
-TOKENS, VERSIONS, VALID = (slice(at * ROWS, (at + 4) * ROWS) for at in (0, 4, 8))
 ABSENT = int(np.flatnonzero(~TRACE.valid_N)[0])
-
-
-def staircase(end):
-    return np.array([*STAIRCASE, end], np.int64)
-
-
-def test_offsets_are_compared_and_not_subtracted():
-    assert ascending(np.array([0, 0, 3, 3]), 3)
-    for wrong in (staircase(3), np.array([0, 3, 1, 3]), np.array([1, 3]), np.array([0, 2]), np.zeros(0, np.int64)):
-        assert not ascending(wrong, 3)
-    assert not ascending(np.array([0.0, 3.0]), 3)
-    assert not ascending(np.array([[0, 3]]), 3)
-
-
-def test_lengths_whose_sum_wraps_are_refused():
-    for lengths in ([2**63 - 1, 2**63 - 1, 7], [3, -1], [2**62, 2**62]):
-        with pytest.raises(TraceContentError, match="lengths"):
-            as_offsets(np.array(lengths, np.int64))
-        with pytest.raises(TraceContentError, match="lengths"):
-            join_ranges(np.zeros(len(lengths), np.int64), np.array(lengths, np.int64))
 
 
 def metadata(**values):
@@ -86,32 +63,22 @@ METADATA = {
     "another encoding": (metadata(encoding="zip"), "encoding 'zip' is unknown"),
     "nothing is changed": (lambda there, tensors: None, None),
     "provenance is no object": (metadata(provenance='["x"]'), "and a table of texts"),
-    "provenance of numbers": (metadata(provenance='{"steps": 3}'), "and a table of texts"),
     "provenance with half a character": (metadata(provenance='{"x": "\\ud800"}'), "and a table of texts"),
     "deep provenance": (metadata(provenance="[" * 200_000), "nested too deep"),
-    "layers are no list": (metadata(layers="{}"), r"expected a list of \[number, kind, experts, picks\]"),
-    "layers are no JSON": (metadata(layers="["), "is not JSON"),
-    "a layer of three": (layers(0, 1, [2, "decoder", 8]), r"expected a list of \[number, kind, experts, picks\]"),
     "no layer": (layers(), "the layer table is empty"),
     "a layer twice": (layers(0, 0, 1), "names a layer twice"),
     "a negative layer": (layers(-4, 1, 2), "routed layer is -4"),
-    "a fraction of a layer": (layers([2.9, "decoder", 8, 2], 1, 3), "routed layer is 2.9"),
     "a layer of another kind": (layers(*[[0, "sideways", 8, 2]] * 3), r"expected \[number, kind\]"),
-    "too many layers": (layers(*range(1025)), "1024 layers at most"),
     "fewer experts in one layer": (layers(0, 1, [2, "decoder", 3, 2]), "decoder 2 has .*expected ids from 0 to 2"),
     "wider ids in one layer": (layers(0, 1, [2, "decoder", 257, 2]), "another size than its rows take"),
     "fewer picks in one layer": (layers(0, 1, [2, "decoder", 8, 1]), "another size than its rows take"),
-    "more picks than experts in one layer": (layers(0, 1, [2, "decoder", 1, 2]), "top_k of a layer is 2"),
-    "experts as text": (layers(*[[i, "decoder", "8", 2] for i in range(3)]), "num_experts is '8'"),
-    "too many experts": (layers(*[[i, "decoder", 65_537, 2] for i in range(3)]), "num_experts is 65537"),
     "too many experts in all": (layers(*[[i, "decoder", 65_536, 2] for i in range(17)]), "17 layers of 65536 experts"),
     "a layer fewer": (layers(0, 1), "tables of frames have the shape"),
 }
 
 TENSORS = {
-    "tables of other frames": (setting(content_bytes=np.zeros((1, 3), np.int64)), "along F"),
     "a negative length": (places("lengths", -1), "are not sizes that add up to less than 2\\^63"),
-    "lengths whose sum wraps": (setting(lengths=staircase(ROWS)), "are not sizes that add up to less than 2\\^63"),
+    "lengths whose sum wraps": (setting(lengths=np.array([*STAIRCASE, ROWS])), "are not sizes that add up to less"),
     "more rows than chunks have": (places("lengths", 99), "expected as many"),
     "an empty chunk": (
         lambda there, tensors: tensors.update({name: np.concatenate([tensors[name], tensors[name] * 0])
@@ -119,12 +86,8 @@ TENSORS = {
         "in chunks of 1 to 65536 rows",
     ),
     "a chunk that is too large": (setting(lengths=np.array([1 << 17]), chunk_rows=np.array([1 << 17])), "of 1 to"),
-    "a negative frame": (lambda there, tensors: tensors.update(frame_bytes=-tensors["frame_bytes"].astype(np.int64)),
-                         "are not sizes that add up to less than 2\\^63"),
     "frames that do not add up": (places("frame_bytes", 99), "bytes by their table"),
     "rows of another size": (places("content_bytes", 10), "another size than its rows take"),
-    "routes of another size": (places("content_bytes", 1, at=2), "another size than its rows take"),
-    "frames that are cut": (lambda there, tensors: tensors.update(frames=tensors["frames"][:-1]), "are there"),
 }  # fmt: skip
 
 SOUND = zstandard.ZstdCompressor(write_checksum=True).compress
@@ -133,7 +96,6 @@ NO_FRAME = r"frame 0 of chunk 0 is not what was written"
 FRAMES = {
     "a frame without its size": (framed(SIZELESS), NO_FRAME),
     "a frame without a checksum": (framed(zstandard.ZstdCompressor().compress), NO_FRAME),
-    "two frames in one": (framed(lambda content: SOUND(content) + SOUND(content[:1])), NO_FRAME),
     "no frame": (framed(lambda content: b""), NO_FRAME),
     "the same frame": (framed(SOUND), None),
 }
@@ -151,7 +113,6 @@ CONTENTS = {
         holding(1, lambda content: np.tile(content.reshape(2, ROWS)[:1], (2, 1)).reshape(-1)),
         "an expert is picked twice",
     ),
-    "a longer frame": (holding(0, lambda content: np.append(content, 0)), "another size than its rows take"),
 }
 
 
@@ -224,22 +185,12 @@ def absent_in_one_layer(sizes, gaps):
 
 
 REFUSED = {
-    "streams are no list": (metadata(streams="{}"), "expected a list of 16"),
-    "streams are no JSON": (metadata(streams="["), "is not JSON"),
     "too many streams": (metadata(streams="[" + "1," * 16 + "1]"), "expected a list of 16"),
-    "a stream is no object": (metadata(streams="[3]"), "a stream is 3"),
     "another kind": (stream(kind="zip"), "expected a name of its own and the kind"),
-    "another name": (stream(name="A"), "is named 'A'"),
-    "a name that is none": (stream(name=["x"]), "a stream"),
-    "another fact": (stream(heads=3), "expected num_choices and layers"),
-    "no choices": (stream(num_choices=0), "num_choices is 0"),
-    "half a choice": (stream(num_choices=2.5), "num_choices is 2.5"),
     "a layer twice": (stream(layers=[[1, "decoder"]] * 2), "2 layers decide"),
-    "a layer without kind": (stream(layers=[[1]]), r"expected \[number, kind\]"),
     "the name of another": (stream(name="indexer"), "a name of its own"),
     "streams that have frames and are not named": (metadata(streams="[]"), "tables of frames have the shape"),
     "fewer choices": (stream(num_choices=3), "expected 0 to 2"),
-    "a size too many": (words(6, lambda sizes, gaps: sizes.__iadd__(1) is None), "ids by their sizes have"),
     "half a number": (holding(6, lambda content: content[:-1]), "expected 4 per number"),
     "fewer bytes than rows": (holding(6, lambda content: content[: ROWS * 4 - 4]), "expected 4 per number"),
     "an id twice": (words(6, doubled), "twice, or ids that do not ascend"),
@@ -265,22 +216,16 @@ def test_the_rows_that_are_written_anew_are_the_rows_that_were(tmp_path):
         assert fr.load(forged(tmp_path / "t", STREAMS, words(frame, lambda sizes, gaps: None))).equals(STREAMS)
 
 
-EVEN = fr.RoutingSpec(64, 16, tuple(map(fr.RoutedLayer, range(1024))))
-UNEVEN = fr.RoutingSpec.of_sizes(map(fr.RoutedLayer, range(200)), [(200, 200), *[(200, 1)] * 199])
-
-
-@pytest.mark.parametrize(("spec", "rows", "becomes"), [(EVEN, 6000, 98358000), (UNEVEN, 2000, 80018000)])
-def test_far_more_memory_than_the_file_has_bytes_is_neither_written_nor_read(
-    tmp_path, monkeypatch, spec, rows, becomes
-):
+def test_far_more_memory_than_the_file_has_bytes_is_neither_written_nor_read(tmp_path, monkeypatch):
     """Rows without routes take next to nothing in a file; in memory, layers of one pick take as much as the largest."""
-    trace = fr.RoutingTrace.unrouted(spec, [np.zeros(rows, np.int32)])
-    with pytest.raises(TraceContentError, match=rf"\d+.*frames.*become {becomes}"):
+    spec = fr.RoutingSpec.of_sizes(map(fr.RoutedLayer, range(200)), [(200, 200), *[(200, 1)] * 199])
+    trace = fr.RoutingTrace.unrouted(spec, [np.zeros(2000, np.int32)])
+    with pytest.raises(TraceContentError, match=r"\d+.*frames.*become 80018000"):
         fr.save(trace, tmp_path / "t")
     monkeypatch.setattr("foreroute.trace.file.check_memory", lambda *_: None)
     fr.save(trace, tmp_path / "t")
     monkeypatch.undo()
-    with pytest.raises(TraceFileError, match=rf"\d+.*frames.*become {becomes}"):
+    with pytest.raises(TraceFileError, match=r"\d+.*frames.*become 80018000"):
         fr.load(tmp_path / "t")
 
 
@@ -311,15 +256,4 @@ def test_what_a_reader_refuses_is_not_written(tmp_path, encoding, make, column, 
     getattr(trace, column)[at] = value
     with pytest.raises(TraceContentError, match=message):
         fr.save(trace, tmp_path / "t", encoding=encoding)
-    assert not list(tmp_path.iterdir())
-
-
-def test_what_no_file_can_say_is_not_written(tmp_path):
-    for trace, encoding, message in (
-        (replace(TRACE, expert_ids_NLK=TRACE.expert_ids_NLK.astype(np.int64)), "sets", "expert_ids_NLK is int64 of"),
-        (TRACE, "zip", "expected one of sets, ordered"),
-        *((TRACE.with_provenance(engine=fact), "sets", r"the provenance \{'engine'") for fact in (3, "\udcff")),
-    ):
-        with pytest.raises(TraceContentError, match=message):
-            fr.save(trace, tmp_path / "t", encoding=encoding)
     assert not list(tmp_path.iterdir())

@@ -1,7 +1,5 @@
 """Padded batches into a trace and back, by the one rule for -1; arrays of numpy, and tensors of torch as they come."""
 
-from dataclasses import replace
-
 import numpy as np
 import pytest
 from hypothesis import given
@@ -10,7 +8,7 @@ from hypothesis import strategies as st
 import foreroute as fr
 from foreroute.checks import host_array
 from foreroute.errors import TraceContentError
-from tests.traces import mixed_trace, random_trace, spec_of, with_decisions
+from tests.traces import spec_of
 
 torch = pytest.importorskip("torch")
 from foreroute.testing.counting_device import DEVICE, other_device  # noqa: E402 it imports torch
@@ -63,52 +61,15 @@ def test_a_batch_comes_back_as_it_was(batch, library, data):
     assert set(trace.weight_versions_N[trace.valid_N]) <= {4}
 
 
-def test_a_row_of_minus_one_is_a_gap_whatever_is_said_of_it():
-    given, ids = np.ones(3, bool), [[[[0, 1]], [[-1, -1]], [[2, 3]]]]
-    trace = fr.RoutingTrace.from_rows(
-        spec_of(num_layers=1), [[1, 2, 3]], ids, valid=[given], weight_versions=[[5, -7, 5]]
-    )
-    assert trace.weight_versions_N.tolist() == [5, fr.trace.NO_VERSION, 5]
-    assert given.all(), "the caller's mask is left alone"
-
-
-def test_what_a_batch_has_no_place_for_stays_behind():
-    trace = with_decisions(mixed_trace(0), 0)
-    for each, other in zip(trace.to_padded(), trace.without_streams().with_weight_version(9).to_padded(), strict=True):
-        assert np.array_equal(each, other)
-
-
-def test_padding_and_gaps_hold_anything_but_a_row_that_is_minus_one_in_part_is_refused():
-    spec, tokens = spec_of(), np.array([[1, 2, -100]])
-    routes = np.tile([[0, 1]], (1, 3, 3, 1))
-    routes[0, 2] = 999
-    mask = [[1, 1, 0]]
-    assert fr.RoutingTrace.from_padded(spec, tokens, routes, mask).valid_N.all()
-    routes[0, 1] = -1
-    assert fr.RoutingTrace.from_padded(spec, tokens, routes, mask).valid_N.tolist() == [True, False]
-    for part in (np.s_[0, 1, 0], np.s_[0, 1, 2, 1], np.s_[0, 1, 1:]):
-        wrong = np.tile([[0, 1]], (1, 3, 3, 1))
-        wrong[part] = -1
-        with pytest.raises(TraceContentError, match=r"0.*7.*-1.*layer.*pick"):
-            fr.RoutingTrace.from_padded(spec, tokens, wrong, mask)
-
-
 @pytest.mark.parametrize(
     ("changed", "message"),
     [
         ({"token_ids_BT": [1, 2], "attention_mask": None}, r"token_ids has shape \(2,\)"),
         ({"expert_ids_BTLK": np.zeros((1, 2, 1, 2), int)}, r"expert_ids \(1, 2, 1, 2\).*append a row of -1"),
-        ({"expert_ids_BTLK": np.zeros((1, 3, 2), int)}, r"expert_ids \(1, 3, 2\)"),
         ({"expert_ids_BTLK": np.zeros((1, 3, 1, 2), int)}, "an expert is picked twice; a row of zeros is no route"),
         ({"expert_ids_BTLK": np.ones((1, 3, 1, 2))}, "expected integers"),
-        ({"attention_mask": [[1, 1]]}, r"attention_mask \(1, 2\)"),
         ({"attention_mask": [[1, 1, 2]]}, "expected bools, or 0 and 1 alone"),
-        ({"attention_mask": [[1, 1, 0.5]]}, "expected bools, or 0 and 1 alone"),
-        ({"attention_mask": [[1, 1, np.nan]]}, "expected bools, or 0 and 1 alone"),
         ({"attention_mask": [4]}, "lengths in attention_mask hold 4; expected whole numbers from 0 to 3"),
-        ({"attention_mask": [-1]}, "hold -1; expected"),
-        ({"attention_mask": [1.0]}, "lengths in attention_mask are float64"),
-        ({"attention_mask": [3, 3]}, r"attention_mask \(2, 3\)"),
     ],
 )
 def test_a_batch_that_does_not_fit_is_refused(changed, message):
@@ -118,36 +79,10 @@ def test_a_batch_that_does_not_fit_is_refused(changed, message):
         fr.RoutingTrace.from_padded(spec_of(num_layers=1), **{**good, **changed})
 
 
-@pytest.mark.parametrize("wrong", [[[1, 1, 1]], np.ones((2, 9)), [1, 1], 1, [[[1]]]])
-def test_a_mask_of_other_tokens_is_refused_on_the_way_back(wrong):
-    trace = random_trace(3)
-    assert trace.to_padded(trace.to_padded().attention_mask_BT).token_ids_BT.shape[0] == len(trace)
-    with pytest.raises(TraceContentError, match="attention_mask has "):
-        trace.to_padded(wrong)
-
-
-def test_order_of_picks_is_kept_and_a_dropped_one_stays_dropped_in_the_ids():
-    trace = random_trace(1)
-    sets = trace.without_pick_order()
-    back = fr.RoutingTrace.from_padded(trace.spec, *sets.to_padded(), weight_version=sets.versions[0])
-    assert back.equals(replace(sets, pick_order_kept=True))
-
-
-@pytest.mark.parametrize(
-    "values",
-    [
-        torch.tensor([0.5, -2.0], requires_grad=True),
-        torch.tensor([0.5, -2.0], dtype=torch.bfloat16),
-        torch.tensor([0.5, -2.0], dtype=torch.float16, requires_grad=True),
-        torch.nn.Parameter(torch.tensor([0.5, -2.0]).bfloat16()),
-        torch.tensor([0.5, 1.0, -2.0, 1.0])[::2],
-        [0.5, -2.0],
-    ],
-)
-def test_a_tensor_comes_as_an_array_without_its_gradient_and_its_bfloat16(values):
-    found = host_array(values)
-    assert type(found) is np.ndarray
-    assert found.tolist() == [0.5, -2.0]
+def test_a_tensor_comes_as_an_array_without_its_gradient_and_its_bfloat16():
+    for dtype in (torch.float32, torch.bfloat16, torch.float16):
+        found = host_array(torch.tensor([0.5, 1.0, -2.0], dtype=dtype, requires_grad=True)[::2])
+        assert (type(found), found.tolist()) == (np.ndarray, [0.5, -2.0])
 
 
 def test_a_tensor_is_taken_from_its_device():
@@ -157,9 +92,3 @@ def test_a_tensor_is_taken_from_its_device():
             np.asarray(routes)
         trace = fr.RoutingTrace.from_padded(spec_of(num_layers=1), tokens, routes)
     assert trace.expert_ids_NLK.tolist() == [[[0, 1]], [[2, 3]]]
-
-
-def test_what_is_no_array_is_refused_in_words():
-    for nothing in (torch.zeros(2, device="meta"), torch.ones(2).to_sparse(), [[1], [2, 3]]):
-        with pytest.raises(TraceContentError, match=r"token_ids.*array"):
-            fr.RoutingTrace.from_padded(spec_of(), nothing, nothing)

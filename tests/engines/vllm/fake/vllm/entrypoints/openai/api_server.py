@@ -9,7 +9,6 @@ import sys
 import time
 from http.server import ThreadingHTTPServer
 from pathlib import Path
-from threading import Event
 
 import numpy as np
 
@@ -33,8 +32,7 @@ class Engine:
     def __init__(self, given):
         self.given = given
         self.config = json.loads((Path(given.model) / "config.json").read_text())
-        self.version, self.aborted = "default", Event()
-        self.behaviour = given.behaviour
+        self.version, self.behaviour = "default", given.behaviour
 
     def __call__(self, method, path, body):
         return 200, self.answer(path.partition("?")[0], body)
@@ -43,7 +41,7 @@ class Engine:
         if path == "/version":
             return {"version": vllm.__version__}
         if path == "/weight_info":
-            return {"weight_version": "17" if self.behaviour == "another trainer" else self.version}
+            return {"weight_version": self.version}
         if path == "/server_info":
             given = self.given
             routes = {"enable_return_routed_experts": given.enable_return_routed_experts}
@@ -67,8 +65,6 @@ class Engine:
             return {"results": body["args"]}
         if path == "/update_weight_version":
             self.version = body["new_version"]
-        if path == "/abort_requests":
-            self.aborted.set()
         if path == "/reset_prefix_cache":
             return {"success": True}
         return self.generate(body) if path == "/inference/v1/generate" else {}
@@ -79,8 +75,6 @@ class Engine:
             os.abort()
         if self.behaviour == "hangs":
             time.sleep(600)
-        if self.behaviour == "slow":
-            self.aborted.wait(20)
         if self.given.return_sampling_mask:
             assert asked["temperature"] > 0
             assert asked["top_k"] > 0
@@ -148,20 +142,16 @@ def main():
     for name in SWITCHES:
         parser.add_argument(name, action="store_true")
     given = parser.parse_args()
-    if given.behaviour in ("ignores the end", "never ends"):
+    if given.behaviour == "never ends":  # and has a child that no signal ends but the last
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
-    if given.behaviour == "never ends":
         os.killpg = lambda *_: None
+        child = os.spawnlp(os.P_NOWAIT, "sh", "sh", "-c", "trap '' TERM; exec sleep 600")
+        sys.stdout.write(f"child {child}\n")
     sys.stdout.write(f"it serves {given.model}\n")
     if given.behaviour == "refuses to load":
         # the cause stands far above the end, as with vLLM's several processes
         sys.stdout.write("ValueError: AuxOutput Connector requires Model Runner V2\n" + "another traceback\n" * 40)
         sys.exit(1)
-    if given.behaviour == "never starts":
-        time.sleep(600)
-    if given.behaviour == "has children":  # that no signal ends but the last
-        child = os.spawnlp(os.P_NOWAIT, "sh", "sh", "-c", "trap '' TERM; exec sleep 600")
-        (Path(given.model).parent.parent / "child").write_text(str(child))
     Server(given.uds, handler_of(Engine(given))).serve_forever()
 
 

@@ -1,0 +1,127 @@
+"""Log-probs of sampled tokens, and spans of the weights that sampled them, as engines state them beside routes."""
+
+import json
+from itertools import pairwise
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+
+from foreroute.capture import decode, decode_generation
+from foreroute.errors import CaptureError
+from foreroute.trace import NO_VERSION
+from tests import wires
+
+R = wires.rollout(np.random.default_rng(16), prompt=4, response=3)
+LOGPROBS = [-1.25, -0.5, -2.0]
+CHOICE = wires.vllm_answer(R)["choices"][0]
+PAIRS = [[value, token, None] for value, token in zip(LOGPROBS, R.response, strict=True)]
+
+
+def completion(**logprobs):
+    return {"choices": [CHOICE | {"logprobs": logprobs or None}]}
+
+
+def in_process(steps):
+    choice = SimpleNamespace(token_ids=R.response, routed_experts=R.all_layers(), logprobs=steps)
+    return SimpleNamespace(prompt_token_ids=R.prompt, outputs=[choice])
+
+
+STEPS = [{token: SimpleNamespace(logprob=value), 0: SimpleNamespace(logprob=-9.0)} for value, token, _ in PAIRS]
+CONTENT = [{"token": "x", "logprob": value} for value in LOGPROBS]
+FORMS = {
+    "completions": completion(token_logprobs=LOGPROBS, tokens=["a", "b", "c"]),
+    "chat": completion(content=CONTENT),
+    "text": json.dumps(completion(content=CONTENT)),
+    "in process": in_process(STEPS),
+    "sglang": wires.sglang_answer(R, output_token_logprobs=PAIRS),
+    "sglang, truncated": wires.sglang_answer(
+        R, output_token_logprobs=[[-7.0, None]] * 3, output_token_sampling_logprobs=LOGPROBS
+    ),
+}
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_every_form_gives_the_same_generation(form):
+    generation = decode_generation(FORMS[form], model=R.spec, token_ids=R.tokens, weight_version=3)
+    trace = decode(FORMS[form], model=R.spec, token_ids=R.tokens, weight_version=3)
+    assert generation.trace.equals(trace)
+    assert generation.logprobs_R.tolist() == LOGPROBS
+    assert generation.prompt_lengths.tolist() == [4]
+
+
+@pytest.mark.parametrize(
+    ("answer", "seen"),
+    [
+        (completion(), "0 log-probs for 3"),
+        (completion(token_logprobs=[None, *LOGPROBS]), "4 log-probs for 3"),  # with echo
+        (completion(token_logprobs=[None, -1.0, -1.0]), "log-prob None of token"),
+        (completion(token_logprobs=[-9999.0, -1.0, -1.0]), "log-prob -9999.0"),
+        (completion(content=5), "content cannot be read"),
+        (in_process([{0: SimpleNamespace(logprob=-1.0)}] * 3), r"log-probs of \[0\]"),
+        (wires.sglang_answer(R, output_token_logprobs=[[-1.0, 12345, None]] * 3), "log-prob of token 12345"),
+        ({"choices": [CHOICE | {"token_ids": None, "prompt_token_ids": None}]}, "prompt and response apart"),
+    ],
+)
+def test_log_probs_that_are_not_those_of_the_tokens_are_refused(answer, seen):
+    with pytest.raises(CaptureError, match=seen):
+        decode_generation(answer, model=R.spec, token_ids=R.tokens)
+
+
+SPANNED = wires.rollout(np.random.default_rng(9), prompt=4, response=6)
+
+
+def answer(spans, start=0):
+    return wires.vllm_answer(SPANNED, start, weight_versions=spans)
+
+
+def spans(*bounds, names="3458"):
+    pairs = pairwise(bounds)
+    return [{"version": names[i], "start": start, "end": end} for i, (start, end) in enumerate(pairs)]
+
+
+@pytest.mark.parametrize(("bounds", "start"), [((0, 6), 2), ((0, 2, 6), 0), ((0, 1, 5, 6), 4), ((0, 1, 2, 3, 6), 2)])
+def test_each_row_has_the_weights_of_the_token_that_it_produced(bounds, start):
+    trace = decode(answer(spans(*bounds), start=start), model=SPANNED.spec, start=start, weight_version=int)
+    of_token = [int("3458"[np.searchsorted(bounds, j, side="right") - 1]) for j in range(6)]
+    # position p produced generated token p - 3; the prompt's other rows are not stated, and the last is absent
+    expected = [of_token[p - 3] if p >= 3 and p >= start else NO_VERSION for p in range(9)] + [NO_VERSION]
+    assert trace.weight_versions_N.tolist() == expected
+
+
+def test_spans_of_an_answer_of_sglang():
+    parsed = wires.sglang_answer(SPANNED, weight_versions=spans(0, 2, 6))
+    trace = decode(parsed, model=SPANNED.spec, token_ids=SPANNED.tokens, weight_version=int)
+    assert trace.weight_versions_N.tolist() == [-1] * 3 + [3] * 2 + [4] * 4 + [-1]
+    with pytest.raises(CaptureError, match="and weight_version is 5"):
+        decode(parsed, model=SPANNED.spec, token_ids=SPANNED.tokens, weight_version=5)
+
+
+def test_a_number_stamps_all_rows_of_one_version_and_no_answer_of_two():
+    assert decode(answer(spans(0, 6)), model=SPANNED.spec, weight_version=5).versions == (5,)
+    assert decode(answer(spans(0, 2, 6)), model=SPANNED.spec).versions == (NO_VERSION,)
+    with pytest.raises(CaptureError, match=r"generated.*'3', '4'.*weight_version.*5"):
+        decode(answer(spans(0, 2, 6)), model=SPANNED.spec, weight_version=5)
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        (None, "does not say which weights"),
+        (5, "weight_versions cannot be read"),
+        (spans(0, 5), "states the weights of 5 of 6"),
+        (spans(0, 4, 2, 6), "spans that follow each other"),
+        ([{"version": 3, "start": 0, "end": 6}], "expected names of weights"),
+        ([{"version": "3", "start": 0.0, "end": 6}], "spans that follow each other"),
+        (spans(0, 6, names=["default"]), "have no number"),
+        (spans(0, 6, names=["-2"]), "weight_version is -2"),
+    ],
+)
+def test_spans_that_cannot_be_are_refused(given, message):
+    with pytest.raises(CaptureError, match=message):
+        decode(answer(given), model=SPANNED.spec, weight_version=int)
+
+
+def test_a_form_without_spans_is_refused_where_they_are_asked_for():
+    with pytest.raises(CaptureError, match=r"say.*weights"):
+        decode(wires.sglang(SPANNED), model=SPANNED.spec, token_ids=SPANNED.tokens, weight_version=int)
