@@ -4,7 +4,6 @@ import math
 
 import numpy as np
 import pytest
-import torch
 
 import foreroute as fr
 from foreroute.doctor import Evidence, Severity, diagnose
@@ -74,24 +73,6 @@ def test_roots_and_the_parts_of_k3_are_those_of_the_measures():
     assert found.metrics["consequences_share"] == roots.consequences_share > 0
     assert {"roots_share", "consequences_share"} <= found.errors.keys()
     assert found.diagnosis.measures.roots.worst == roots.worst
-    without = {name: beside[name] for name in ("replayed_routes", "deficits")}
-    every = fr.compare([-1.0], [-1.0], trainer_routes=own, engine_routes=theirs, **without)
-    assert every.metrics["roots_share"] > 0, "without a mask every position counts"
-    for wrong in ({"deficits": deficits}, without, {**given, "replayed_routes": would, "deficits": deficits[:1]}):
-        with pytest.raises(InputError, match=r"deficits|trainer_routes and engine_routes"):
-            fr.compare(trainer, engine, mask, **wrong)
-
-
-def test_tensors_have_the_figures_of_their_arrays():
-    trainer, engine, mask = (torch.from_numpy(each) for each in logprobs(1))
-    trainer, engine = trainer.bfloat16().requires_grad_(), engine.bfloat16()
-    given, _ = routes(1)
-    tensors = {name: torch.from_numpy(each).long() for name, each in given.items()}
-    found = fr.compare(trainer, engine, mask.float(), **tensors)
-    arrays = fr.compare(trainer.detach().double().numpy(), engine.double().numpy(), mask.numpy(), **given)
-    assert (found.metrics, found.errors) == (arrays.metrics, arrays.errors)
-    assert all(type(value) is float for value in [*found.metrics.values(), *found.errors.values()])
-    assert found.errors.keys() < found.metrics.keys()
 
 
 @pytest.mark.slow

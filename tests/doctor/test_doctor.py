@@ -6,8 +6,7 @@ import pytest
 import torch
 
 from foreroute.adapters import hf
-from foreroute.doctor import Evidence, Severity, diagnose
-from foreroute.doctor.evidence import TrainerPass
+from foreroute.doctor import Severity, diagnose
 from foreroute.doctor.examine import examine
 from foreroute.testing.models import tiny
 from tests.attended import SIZES
@@ -86,19 +85,6 @@ def test_a_trainer_with_dropout_left_on_does_not_repeat_itself(model):
     found = diagnosis(noisy, generation(model))
     assert "does not repeat itself" in sentences(found, "trainer")
     assert found.worst is Severity.PROBLEM, "the quick checks see it too"
-
-
-def test_passes_that_the_user_ran_need_no_model(coarse):
-    good, evidence = coarse
-    given = Evidence(
-        engine=good.trace,
-        engine_logprobs_R=good.logprobs_R,
-        native=TrainerPass(evidence.native.executed, evidence.native.logprobs_R),
-        replayed=TrainerPass(None, evidence.replayed.logprobs_R),
-    )
-    assert diagnose(given).headline == diagnose(evidence).headline
-    without_replay = diagnose(replace(given, replayed=None))
-    assert "apart by k3" in sentences(without_replay, "probabilities")
 
 
 def test_the_quick_checks_leave_a_model_as_it_was(model):

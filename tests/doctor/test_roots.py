@@ -103,11 +103,9 @@ def test_roots_and_parts_cost_no_pass_and_add_up(monkeypatch):
     ("left", "wrong", "verdict"),
     [
         (0.1, {}, "Replay pays: routing makes 75% of k3"),
-        (0.3, {}, "Parity would pay more than replay: routing makes 25% of k3"),
         (0.405, {}, "Parity would pay more than replay: routing makes nothing of k3 (-"),
         (0.1, {"expected_version": 4}, "Something is broken. As it is, routing makes 75% of k3"),
     ],
-    ids=["replay", "parity", "nothing", "broken"],
 )
 def test_the_parts_of_k3_say_whether_replay_pays(left, wrong, verdict):
     """Of a gap of 0.4 in every token; a trace of other weights than the trainer's comes before any verdict."""

@@ -218,16 +218,6 @@ def test_a_past_that_is_taken_up_judges_as_the_one_that_gave_it():
     assert np.array_equal(given, state)
 
 
-def test_sequences_of_any_length_and_none():
-    sentinel = copy.deepcopy(warm())
-    nothing = np.zeros(0, np.int64)
-    assert not sentinel.judge(RootCounts(*[nothing] * 4, np.zeros(LAYERS, np.int64), nothing))
-    roots_N = np.zeros(90, np.int64)
-    roots_N[10:80] = LAYERS
-    found = sentinel.judge(RootCounts(roots_N, *[0 * roots_N] * 3, np.full(LAYERS, 70), [0, 10, 70, 1, 9, 0]))
-    assert [(each.sequence, each.since, each.num_rows) for each in found] == [(2, 0, 70)]
-
-
 @pytest.mark.parametrize(
     ("change", "message"),
     [

@@ -15,7 +15,6 @@ from foreroute.train.experts import NO_LINKS, read_planning
 from foreroute.train.policy import make_policy
 from foreroute.train.prompts import make_task
 from tests.train.small_runs import small_config
-from tests.train.test_expert_parallel import TOPOLOGY
 
 HUGE = 2**62
 
@@ -47,24 +46,16 @@ def test_every_count_is_bounded():
         ("optimiser = {}", r"optimiser: unknown key; known are name, seed"),
         ('rl = {steps = "ten"}', r"rl\.steps: .*integer.*'ten'"),
         ('rl = {routing = "R4"}', r"rl\.routing: .*'none', 'R2' or 'R3'"),
-        ("rollout = {group_size = 1}", r"rollout\.group_size"),
-        ("rl = {clip_low = 1.5}", r"rl\.clip_low"),
         ("rl = {mini_steps = 25}", "exceeds the 24 sequences"),
         ("task = {min_operands = 9}", "min_operands = 9 exceeds max_operands = 4"),
         ("rl = {micro_step_tokens = 8}", "cannot hold a sequence of up to 12 tokens"),
         ("model.sizes = {vocab_size = 7}", "vocab_size comes from the task"),
-        ("model.sizes = {hidden_sise = 3}", "hidden_sise"),
         ("model.sizes = {num_hidden_layers = 9999}", "num_hidden_layers is 9999; expected 1024 at most"),
         ("model.sizes = {hidden_size = 4611686018427387904}", "cannot be made with these sizes"),
-        ('model = {family = "qwen9"}', "qwen9"),
         *[(f'name = "{name}"', "name: String should") for name in ("../up", "..", "a" * 5000, "n\\n")],
         ("rollout = {prompts = 100000, group_size = 100}", "prompts times group_size is 10000000; expected 999999"),
         ('rl = {routing = "R2", sentinel = "drop"}', "sentinel changes nothing without routes of the rollout"),
-        ("rl = {clip_high = 1.7e308}", r"rl\.clip_high"),
         ("rl.correction = {high = 3.0}", "high changes nothing without a kind"),
-        ("rl = {learning_rate = 1e31}", r"rl\.learning_rate"),
-        *[(f"rollout = {{temperature = {value}}}", r"rollout\.temperature") for value in (1e-300, 1e30)],
-        ("rollout.server = {timeout_s = 1e30}", r"rollout\.server\.timeout_s: .* 604800"),
         (
             'warm_start = {checkpoint = "x.pt"}',
             "max_steps, batch_size, stop_at_loss change nothing beside a checkpoint",
@@ -77,37 +68,14 @@ def test_every_count_is_bounded():
                 ('plan = {packing = "routes"}}\nrl = {routing = "none"', r'packing = "routes" goes by replayed routes'),
                 ('memory_budget = 1}\nrl = {routing = "none"', "memory_budget goes by replayed routes"),
                 ("plan = {pay_off = true}", r"plan\.pay_off = true goes by prices; name a topology file"),
-                ("plan = {traffic = true}", r"plan\.traffic = true goes by prices; name a topology file"),
                 ('topology = "a.toml", redundant_slots = 1', "redundant_slots changes nothing beside topology"),
-                ('topology = "a.toml", ranks_per_node = 2', "ranks_per_node changes nothing beside topology"),
-                ('plan = {home_moves = "some"}', r"parallel\.plan: .*home_moves is 'some'"),
                 ("plan = {tolerence = 0}", "tolerence: unknown key; did you mean tolerance"),
-                ("plan = 3", "expected a table of the planner's options"),
             )
         ],
-        ("rollout.server = {timeout_s = 5.0}", 'server changes nothing with engine = "embedded"'),
         ('rollout = {engine = "vllm", precision = "float32"}', r"needs server\.python"),
         ('rollout = {engine = "sglang"}', r"needs server\.url"),
         ('rollout = {engine = "vllm", server = {url = "http://a"}}', "url and weights_folder go together"),
-        *[
-            (f'rollout = {{engine = "{engine}", {more}}}', message)
-            for engine, more, message in (
-                (
-                    "sglang",
-                    'server = {url = "a", weights_folder = "w", python = "x"}',
-                    "python changes nothing beside url",
-                ),
-                (
-                    "vllm",
-                    'precision = "float32", server = {url = "http://a", weights_folder = "w"}',
-                    r"precision changes nothing with server\.url",
-                ),
-                ("vllm", 'precision = "fp8", server = {python = "x"}', "vLLM takes float32 or bfloat16"),
-            )
-        ],
         ('task = {data = "x.jsonl"}', "data, a JSONL file, and reward go together"),
-        ("task = {max_prompt_tokens = 8}", "max_prompt_tokens changes nothing without data"),
-        ('model = {tokenizer = "folder"}', r"no use for the tokenizer in folder; set task\.data"),
     ],
 )
 def test_wrong_configurations_are_explained(text, message):
@@ -116,6 +84,26 @@ def test_wrong_configurations_are_explained(text, message):
 
 
 SPEC = RoutingSpec(16, 2, (RoutedLayer(0),))
+TOPOLOGY = """
+topology = {num_ranks = 2, ranks_per_node = 1, redundant_slots = 2}
+hardware = {preset = "h100"}
+
+[links]
+cluster_bytes_per_s = 1e6
+node_latency_s = 1e-9
+cluster_latency_s = 1e-9
+
+[model]
+num_layers = 1
+num_experts = 16
+top_k = 2
+hidden = 32
+intermediate = 16
+dense_parameters = 4096
+attention_width = 32
+vocabulary = 16
+weight_bytes = 2.0
+"""
 
 
 def planning_of(**parallel):
@@ -129,7 +117,7 @@ def test_without_a_file_nothing_is_priced():
 
 def test_a_file_says_ranks_slots_links_and_prices(tmp_path):
     path = tmp_path / "cluster.toml"
-    path.write_text(TOPOLOGY.format(links="", weight_bytes=2.0))
+    path.write_text(TOPOLOGY)
     cluster = load_cluster(path)
     found = planning_of(expert=2, topology=str(path), plan={"pay_off": False, "home_moves": 6})
     assert found == (cluster.topology, PlanOptions(home_moves=6, pay_off=False), cluster.costs)
@@ -141,10 +129,8 @@ def test_a_file_of_another_run_is_refused(tmp_path):
     path = tmp_path / "cluster.toml"
     for before, after, message in (
         ("num_ranks = 2", "num_ranks = 4", r"cluster.toml says num_ranks = 4, the run has 2; describe the ranks"),
-        ("num_experts = 16", "num_experts = 32", "says num_experts = 32, the run has 16"),
-        ("num_layers = 1", "num_layers = 3", "says num_layers = 3, the run has 1"),
         ("top_k = 2", "top_k = 4", "says top_k = 4, the run has 2"),
     ):
-        path.write_text(TOPOLOGY.format(links="", weight_bytes=2.0).replace(before, after))
+        path.write_text(TOPOLOGY.replace(before, after))
         with pytest.raises(ConfigError, match=message):
             planning_of(expert=2, topology=str(path))

@@ -5,7 +5,6 @@ Steps run beside meters of what the processes really exchange, set where it leav
 
 import json
 import threading
-import time
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from unittest import mock
@@ -13,7 +12,6 @@ from unittest import mock
 import numpy as np
 import pytest
 
-from foreroute.adapters.hf.response_logprobs import response_log_probs
 from foreroute.ep.dispatch import ExchangeRows
 from foreroute.ep.transfer.host_memory import HostMemory
 from foreroute.ep.transfer.peers import PeerGroup
@@ -73,27 +71,6 @@ def metering(meters):
         for (place, name), note in notes.items():
             stack.enter_context(mock.patch.object(place, name, noting(getattr(place, name), note)))
         yield
-
-
-def steps_with_slow_plans(rank, config, plan_s, forward_s):
-    """One step, with a planner and a recompute that take at least so long."""
-
-    make_plan = experts.planner.plan_and_why
-
-    def slow_plan(*args, **options):
-        time.sleep(plan_s)
-        return make_plan(*args, **options)
-
-    def slow_forward(*args, **options):
-        time.sleep(forward_s if options else 0)
-        return response_log_probs(*args, **options)
-
-    with (
-        mock.patch.object(experts.planner, "plan_and_why", slow_plan),
-        mock.patch("foreroute.train.loop.response_log_probs", slow_forward),
-        precise_trainer(config) as trainer,
-    ):
-        return steps_of(trainer, 1)
 
 
 RANKS, LAYERS, TOP_K, EXPERTS = 2, SIZES["num_hidden_layers"], SIZES["num_experts_per_tok"], SIZES["num_experts"]
@@ -165,16 +142,3 @@ def test_bytes_are_those_that_arrived(metered, request):
     updates = [plan for _, plan in meters[0].planned[1:]]
     assert record["bytes"]["gradients"] == EXPERT_BYTES * sum(len(plan.hosts.expert_R) for plan in updates)
     assert arrived[0] + arrived[1] <= EXPERT_BYTES * record["replicas"]
-
-
-@pytest.mark.slow
-def test_planning_that_a_stage_does_not_wait_for_is_hidden(workers):
-    """Recompute waits for its own plan; that of the update is made meanwhile."""
-    plan_s, forward_s = 0.2, 0.4
-    steps, *_ = workers(RANKS).run(steps_with_slow_plans, config_of(RANKS), plan_s, forward_s)
-    record = steps.records[0]["execution"]
-    num_forwards = len(record["passes"]["recompute"]["executed_MLG"])
-    assert num_forwards >= 2, "the case must give the planner time"
-    assert record["planning_s"] >= 2 * plan_s
-    # counting, and starting the thread, take from the first plan
-    assert 0.5 * plan_s < record["exposed_planning_s"] < record["planning_s"] - 0.5 * plan_s

@@ -14,7 +14,7 @@ import torch
 from trl.trainer.grpo_trainer import GRPOTrainer
 
 from foreroute.train import objective
-from foreroute.train.config import METHODS, RLConfig
+from foreroute.train.config import RLConfig
 from foreroute.train.objective import (
     clipped_ratio,
     coefficients,
@@ -174,12 +174,3 @@ def test_a_ratio_beyond_all_numbers_is_cut_and_counted():
     assert math.isfinite(importance.ratio_mean)
     none, clipped = importance_of(np.zeros((4, 0)))
     assert ({*vars(none).values()}, clipped) == ({0}, 0)
-
-
-@pytest.mark.parametrize("method", METHODS)
-def test_a_method_sets_what_is_not_given(method):
-    config = RLConfig(method=method, correction={"kind": "tis"})
-    assert {key: getattr(config, key) for key in METHODS[method]} == METHODS[method]
-    assert config.correction.high == 2
-    assert RLConfig(**config.model_dump()) == config
-    assert RLConfig(method=method, clip_high=0.5).clip_high == 0.5

@@ -76,9 +76,3 @@ def test_the_page_of_methods_shows_every_method_correction_and_routing():
         *('kind = "tis"', 'router = "frozen"'),
     ):
         assert text in shown
-
-
-def test_the_configuration_for_two_ranks_is_read():
-    (text,) = blocks((DOCS / "experts.md").read_text(encoding="utf-8"))
-    config = parse_config(tomllib.loads(text), source="page")
-    assert (config.parallel.expert, config.rl.routing) == (2, "R3")

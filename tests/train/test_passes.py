@@ -13,9 +13,7 @@ import pytest
 import torch
 
 from foreroute.adapters.hf.response_logprobs import inputs, pad, response_log_probs, response_logits
-from foreroute.layout import Packing, exchange_sequences
 from foreroute.layout.packing import padded_batches
-from foreroute.plan import sequence_counts
 from foreroute.plan.counts import contiguous_imbalance
 from foreroute.train import loop
 from foreroute.train.chain import VOCABULARY, ChainTask, draw_chain, encode, right_share
@@ -108,6 +106,7 @@ def test_the_update_runs_on_the_routes_it_should(routing, mini_steps):
     else:
         assert all(agree["native"])
         assert not all(agree["rollout"])
+    assert seen["lr"] == pytest.approx(trainer.config.rl.learning_rate * 2 / 3), "the second of three that warm up"
     # and it starts from the recomputed log-probs
     assert np.array_equal(seen["old"], passes[0].logprobs_R)
     assert not np.array_equal(seen["old"], experience.generation.logprobs_R)
@@ -126,11 +125,10 @@ def test_load_and_clipping_are_those_of_the_update():
     assert 0 < record.clip_share < 1
 
 
-@grid("routing", ["R2", "R3"], quick=1)
-def test_live_agreement_is_of_the_routers_inputs_in_the_update(routing):
+def test_live_agreement_is_of_the_routers_inputs_in_the_update():
     """Live routes that have moved from replayed ones, against what routers and experts were seen to be given."""
     changes = {"mini_steps": 3, "learning_rate": 0.02, "warmup_steps": 0}
-    trainer, experience, record, _, seen = seen_step(routing=routing, **changes)
+    trainer, experience, record, _, seen = seen_step(routing="R2", **changes)
     pairs = zip(seen["own"], seen["experts"], strict=True)
     differing = iter([(np.sort(own) != np.sort(ids)).any(axis=-1).sum() for own, (_, ids) in pairs])
     num_layers, lengths = trainer.policy.spec.num_layers, experience.generation.trace.lengths
@@ -140,22 +138,7 @@ def test_live_agreement_is_of_the_routers_inputs_in_the_update(routing):
         expected.append(1 - apart / (num_layers * (lengths[np.concatenate(each.micro_steps)] - 1).sum()))
     assert record.live_agreement == pytest.approx(expected)
     assert expected[2] < expected[0]
-    # the routes of R2 are of the weights that its first mini-batch still has
-    assert (expected[0] == 1) == (routing == "R2")
-
-
-@pytest.mark.slow
-def test_nothing_is_watched_where_nothing_is_replayed(monkeypatch):
-    monkeypatch.setattr(ChainTask, "rewards", always_informative)
-    assert trainer_of(small_config(rl={"routing": "none"})).run_step()[1].live_agreement is None
-    trainer = trainer_of(small_config(measure={"compare_every": 2}))
-    assert [trainer.run_step()[1].live_agreement is None for _ in range(2)] == [False, True]
-
-
-def test_the_learning_rate_warms_up():
-    trainer, *_, seen = seen_step(routing="R3", mini_steps=2)
-    assert trainer.config.rl.warmup_steps == 2
-    assert seen["lr"] == pytest.approx(trainer.config.rl.learning_rate * 2 / 3)
+    assert expected[0] == 1, "the routes of R2 are of the weights that its first mini-batch still has"
 
 
 def one_step(checkpointing):
@@ -188,15 +171,15 @@ def weights(trainer):
 
 @grid("method", METHODS, quick=1)
 def test_no_grouping_of_a_mini_batch_changes_losses_or_gradients(method, monkeypatch):
-    """In float64: by length, by routes, at random, and all in one micro-step."""
+    """In float64: by length, at random, and all in one micro-step."""
     groupings = groupings_of(method)
     by_length = learned(*groupings["length"])
-    for name in ("routes", "random", "one"):
+    for name in ("random", "one"):
         same_to_the_last_digits(learned(*groupings[name]), by_length)
     # a control: the same, if the loss were a mean over each micro-step
     monkeypatch.setattr(loop, "coefficients", lambda lengths_S, *a: coefficients(lengths_S, *a) / len(lengths_S))
     with pytest.raises(AssertionError, match="not close"):
-        same_to_the_last_digits(learned(*groupings["routes"]), learned(*groupings["length"]))
+        same_to_the_last_digits(learned(*groupings["random"]), learned(*groupings["length"]))
 
 
 def groupings_of(method):
@@ -211,18 +194,11 @@ def groupings_of(method):
     old_R = trainer.recompute(experience.generation, recompute, "replayed").logprobs_R
     old_R = old_R + rng.normal(0, 0.2, len(old_R))  # so that ratios are not 1, and some are clipped
     assert min(len(each.micro_steps) for each in by_length) >= 2
-    groupings = {"length": by_length, "routes": [], "random": [], "one": []}
+    groupings = {"length": by_length, "random": [], "one": []}
     for each in by_length:
         members, sizes = np.concatenate(each.micro_steps), list(map(len, each.micro_steps))
-        there = inputs(routes.select(members))
-        micro_step_S = np.repeat(np.arange(len(sizes), dtype=np.int32), sizes)
-        packing = Packing(micro_step_S, np.zeros_like(micro_step_S), len(sizes), 1)
-        homes = np.tile(np.arange(16) // 4, (2, 1))
-        packed = exchange_sequences(packing, there.lengths, sequence_counts(there), homes=homes, padded=True)
-        assert packed.certificate.slowest < packed.certificate.by_length
-        by_routes = [members[packed.sequences(m, 0)] for m in range(len(sizes))]
         at_random = np.split(rng.permutation(members), np.cumsum(sizes)[:-1])
-        for name, parts in (("routes", by_routes), ("random", at_random), ("one", [members])):
+        for name, parts in (("random", at_random), ("one", [members])):
             groupings[name].append(replace(each, micro_steps=parts))
     start = weights(trainer)
     return {name: ((trainer, start, experience, old_R, routes), each) for name, each in groupings.items()}
@@ -265,16 +241,9 @@ def test_metrics_of_a_step_are_those_of_its_tokens():
     assert 0 < seen.cut_share < 1
 
 
-@grid(
-    ("settings", "routers_move"),
-    [
-        ({"router": "frozen", "routing": "R3"}, False),
-        ({"routing": "R3"}, True),
-    ],
-    quick=2,
-)
-def test_routers_stay_where_they_are_told_to(settings, routers_move):
-    trainer = trainer_of(small_config(rl=settings))
+@pytest.mark.parametrize("router", ["frozen", "train"])
+def test_routers_stay_where_they_are_told_to(router):
+    trainer = trainer_of(small_config(rl={"router": router}))
     routers = {id(parameter) for parameter in trainer.policy.router_parameters()}
     assert len(routers) == 2
     names = {name for name, parameter in trainer.policy.model.named_parameters() if id(parameter) in routers}
@@ -282,7 +251,7 @@ def test_routers_stay_where_they_are_told_to(settings, routers_move):
     trainer.run_step()
     moved = {name for name, value in weights(trainer).items() if not torch.equal(value, before[name])}
     assert moved - names, "nothing was learned"
-    assert (moved & names == names) if routers_move else not moved & names
+    assert moved & names == (set() if router == "frozen" else names)
 
 
 @pytest.mark.slow
@@ -314,7 +283,7 @@ def test_answers_are_right_and_verified(monkeypatch):
 
 @pytest.mark.parametrize(
     ("response", "expected"),
-    [("3749;", 1), ("374", 3 / 5), ("", 0), ("9749;", 0), ("3;", 1 / 5), ("37 9;", 2 / 5), ("3749;;", 1)],
+    [("3749;", 1), ("", 0), ("9749;", 0), ("37 9;", 2 / 5), ("3749;;", 1)],
 )
 def test_reward_is_the_right_prefix(response, expected):
     assert (

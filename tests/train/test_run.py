@@ -2,16 +2,14 @@
 
 import copy
 import shutil
-from dataclasses import replace
 
 import numpy as np
 import pytest
 import torch
 
 from foreroute.capture import load_generation
-from foreroute.errors import ConfigError, DivergedError, RunFolderError, StaleTraceError
+from foreroute.errors import DivergedError, RunFolderError, StaleTraceError
 from foreroute.records import StepRecord, runs
-from foreroute.records.step_record import MismatchRecord
 from foreroute.testing.models import FAMILIES
 from foreroute.train import RunFolder, loop, parse_config, train
 from foreroute.train.chain import ChainTask
@@ -47,7 +45,7 @@ def copied(whole, tmp_path):
 
 @grid(
     ("routing", "mini_steps", "precision"),
-    [("R3", 3, "fp8"), ("R2", 2, "bfloat16"), ("none", 1, "bfloat16")],
+    [("R3", 3, "fp8"), ("R2", 2, "bfloat16")],
     quick=1,
     day=1,
 )
@@ -68,18 +66,6 @@ def test_an_interrupted_run_ends_as_the_uninterrupted_one(tmp_path, routing, min
     assert same_state(load_checkpoint(resumed.last_checkpoint()), load_checkpoint(whole.last_checkpoint()))
 
 
-@pytest.mark.slow
-def test_a_run_stopped_in_its_warm_start_leaves_nothing_behind(whole, tmp_path):
-    seen = []
-    watcher = Watcher(on_warm_start=lambda step, loss: seen.append(step), should_stop=lambda: len(seen) == 3)
-    stopped = train(small_config(), tmp_path / "run", watcher=watcher)
-    assert seen == [0, 1, 2]
-    assert stopped.last_checkpoint() is None
-    assert not stopped.path.exists()
-    again = train(small_config(rl={"steps": 1}), tmp_path / "run")
-    assert records(again.path) == records(whole.path)[:1]
-
-
 def test_what_a_step_records(whole):
     for record in records(whole.path):
         native, replayed = record["mismatch"]["native"], record["mismatch"]["replayed"]
@@ -93,15 +79,6 @@ def test_what_a_step_records(whole):
     assert any(record["grad_norm"] > 0 for record in records(whole.path))
     trace = load_generation(whole.path / "rollouts" / "step-000002.safetensors").trace
     assert trace.versions == (2,)
-
-
-@pytest.mark.slow
-def test_measuring_changes_nothing(whole, tmp_path):
-    """The metrics of `whole` are measured at every step."""
-    seldom = train(small_config(measure={"compare_every": 4}, rl={"steps": 2}), tmp_path / "seldom")
-    often = load_checkpoint(whole.path / "checkpoints" / "step-000002.safetensors")
-    assert same_state(load_checkpoint(seldom.last_checkpoint()), often)
-    assert ["native" in record["mismatch"] for record in records(seldom.path)] == [True, False]
 
 
 def test_routes_of_another_step_are_refused(tmp_path):
@@ -136,11 +113,7 @@ def test_a_warm_start_is_shared(whole, tmp_path):
 
 @pytest.mark.parametrize(
     ("family", "noise"),
-    [
-        ("phimoe", {"router_jitter_noise": 0.1, "input_jitter_noise": 0.1}),
-        ("mixtral", {"router_jitter_noise": 0.1}),
-        ("qwen3_moe", {"attention_dropout": 0.3}),
-    ],
+    [("phimoe", {"router_jitter_noise": 0.1, "input_jitter_noise": 0.1}), ("qwen3_moe", {"attention_dropout": 0.3})],
 )
 def test_nothing_random_is_left_in_training(family, noise):
     """Dropout and noise of routers: two passes on other random numbers are one, and that of an engine."""
@@ -158,32 +131,17 @@ def test_nothing_random_is_left_in_training(family, noise):
     assert torch.equal(outputs[0], model.eval()(input_ids=ids).logits)
 
 
-@pytest.mark.slow
-def test_a_family_without_a_balancing_loss_says_what_to_change(tmp_path):
-    sizes = {name: size for name, size in FAMILIES["deepseek_v3"].items() if name != "vocab_size"}
-    values = {**small_values(rl={"steps": 1}), "model": {"family": "deepseek_v3", "sizes": sizes}}
-    with pytest.raises(ConfigError, match=r"warm_start\.aux_loss"):
-        train(parse_config(values, source="test"), tmp_path / "run")
-    assert not (tmp_path / "run").exists()
-    values["warm_start"] = {**values["warm_start"], "aux_loss": 0.0}
-    run = train(parse_config(values, source="test"), tmp_path / "run")
-    assert records(run.path)[0]["mismatch"]["replayed"]["differing_share"] == 0
-
-
 NORM = "model.norm.weight"
 MISFITS = {
     "another model": lambda model, moments: model.update({NORM: torch.zeros(3)}),
-    "a weight of whole numbers": lambda model, moments: model.update({NORM: model[NORM].long()}),
     "moments of another weight": lambda model, moments: moments[0].update(exp_avg=torch.zeros(3)),
-    "moments missing": lambda model, moments: moments[0].pop("exp_avg"),
     "steps below one": lambda model, moments: moments[0].update(step=torch.tensor(-1.0)),
-    "moments of no weight": lambda model, moments: moments.update({999: moments[0]}),
     # AdamW would begin its moments anew, and the run end with other bits
     "no moments after steps": lambda model, moments: moments.clear(),
 }
 
 
-@grid("name", MISFITS, quick=2)
+@pytest.mark.parametrize("name", MISFITS)
 def test_a_checkpoint_that_does_not_fit_is_refused_on_resume(copied, name):
     state = load_checkpoint(copied.last_checkpoint())
     MISFITS[name](state["model"], state["optimizer"]["state"])
@@ -253,11 +211,8 @@ def test_a_metric_that_is_no_number_ends_the_run(tmp_path, monkeypatch):
         train(small_config(), tmp_path / "run")
     run = RunFolder(tmp_path / "run")
     assert run.records() == []
-    sides = {"native": MismatchRecord(k3=1.0, f2=0.0, differing_share=0.0, differing_tokens_share=0.0)}
-    sides["native"] = replace(sides["native"], differing_share_by_layer={"decoder 0": 0.5, "decoder 1": float("nan")})
-    for within in ({"live_agreement": [0.5, float("inf")]}, {"mismatch": sides}, {"seconds": {"update": float("nan")}}):
-        with pytest.raises(DivergedError):
-            run.append(StepRecord(step=1, **within))
+    with pytest.raises(DivergedError):
+        run.append(StepRecord(step=1, live_agreement=[0.5, float("inf")]))
 
 
 def test_a_gradient_that_is_no_number_changes_no_weight(monkeypatch):
