@@ -36,7 +36,7 @@ def test_parts_of_the_ends():
     native, _, engine = logprobs(1)
     assert split_k3(native, engine, engine).routing_share == pytest.approx(1)
     assert split_k3(native, native, engine).routing_share == pytest.approx(0)
-    assert np.isnan([none.routing_share, split_k3([], [], []).routing]).all()
+    assert np.isnan([split_k3(engine, engine, engine).routing_share, split_k3([], [], []).routing]).all()
     far = split_k3(np.full(3, -1.0), np.full(3, -2.0), np.full(3, -900.0))
     assert np.isfinite([far.routing_sum, far.rest_sum]).all()
 
