@@ -9,7 +9,6 @@ import torch
 
 from foreroute.errors import ConfigError
 from foreroute.testing.counting_device import DEVICE, OnDevice, other_device
-from foreroute.train import ranks
 from foreroute.train.chain import ChainTask
 from foreroute.train.loop import make_trainer
 from foreroute.train.policy import make_engine, make_policy
@@ -53,19 +52,6 @@ def test_a_device_that_is_not_there_and_processes_that_are_no_number_are_refused
     ):
         with seen(count, **variables), pytest.raises(ConfigError):
             work()
-
-
-def test_processes_whose_backend_or_accelerators_do_not_fit_the_device_are_refused():
-    cpu, cuda = torch.device("cpu"), torch.device("cuda", 0)
-    for backend, fits, other in (("cpu:gloo,cuda:gloo", cpu, cuda), ("cuda:nccl", cuda, cpu)):
-        with patch.object(ranks.dist, "get_backend_config", lambda backend=backend: backend):
-            ranks.require_backend(fits)
-            with pytest.raises(ConfigError):
-                ranks.require_backend(other)
-    ranks.require_no_accelerator(cuda)
-    # transformers takes what it sees
-    with patch.object(torch.accelerator, "is_available", lambda: True), pytest.raises(ConfigError):
-        ranks.require_no_accelerator(cpu)
 
 
 def made(config, where):

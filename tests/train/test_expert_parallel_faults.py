@@ -40,11 +40,6 @@ def run_unlike(rank, config, folder):
     run(rank, other if rank == 1 else config, folder)
 
 
-def resume_apart(rank, config, folder, elsewhere):
-    """Rank 1 sees another folder at the same path, as without a shared file system."""
-    run(rank, config, elsewhere if rank == 1 else folder, True)
-
-
 def replace_rl(config, **changes):
     return config.model_copy(update={"rl": config.rl.model_copy(update=changes)})
 
@@ -95,14 +90,6 @@ def test_ranks_that_were_started_unlike_say_so(workers, tmp_path):
     assert [outcome.kind for outcome in outcomes] == ["ConfigError"] * 2
     assert all("rank 1: rl.learning_rate is 1.0, 0.0006 on rank 0" in outcome.message for outcome in outcomes)
     assert not (tmp_path / "run").exists()
-    here, there = tmp_path / "here", tmp_path / "there"
-    workers(2).run(run, config, here)
-    outcomes = workers(2).outcomes(resume_apart, config, here, there)
-    assert [outcome.kind for outcome in outcomes] == ["ConfigError"] * 2
-    assert all(
-        "rank 1: the last checkpoint is None, 'step-000001.safetensors' on rank 0" in o.message for o in outcomes
-    )
-    assert not there.exists()
 
 
 @pytest.mark.slow

@@ -1,9 +1,7 @@
 """A run folder with something damaged, missing or foreign: one error that names it, and nothing is lost."""
 
 import json
-import resource
 import shutil
-from contextlib import contextmanager
 
 import numpy as np
 import pytest
@@ -12,7 +10,6 @@ from foreroute.errors import ConfigError, RunFolderError
 from foreroute.train import RunFolder, train
 from foreroute.train.folder import CHECKPOINT_FILE, load_checkpoint
 from tests.train.counting_runs import counting, counting_config
-from tests.train.small_runs import records, same_state
 
 
 @pytest.fixture(scope="module")
@@ -159,47 +156,3 @@ def test_a_forged_checkpoint_is_refused_with_what_is_wrong_in_it(tmp_path, metad
     CHECKPOINT_FILE.write(tmp_path / "forged", {"step": "0", "data": "", **metadata}, tensors, overwrite=True)
     with pytest.raises(RunFolderError, match=message):
         load_checkpoint(tmp_path / "forged")
-
-
-@contextmanager
-def room_for(num_bytes):
-    """No file may grow beyond this size, as on a full disk: what fits is written, and the rest is not."""
-    before = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (num_bytes, before[1]))
-    try:
-        yield
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, before)
-
-
-@pytest.mark.parametrize(
-    ("method", "at_call", "num_bytes", "named", "resumes_at"),
-    [
-        # checkpoints before steps 0, 2 and 4; traces and metrics of steps 0, 2 and of 0, 1, 2
-        ("save_checkpoint", 2, 300, r"step-000004\.safetensors", 2),
-        ("save_rollout", 1, 100, r"step-000002\.safetensors", 2),
-        ("append", 2, 150, r"metrics\.jsonl", 2),
-    ],
-)
-def test_a_full_disk_is_one_error_and_what_was_written_is_whole(
-    tmp_path, monkeypatch, method, at_call, num_bytes, named, resumes_at
-):
-    config, write, calls = counting_config(), getattr(RunFolder, method), []
-
-    def on_a_full_disk(run, *given, **options):
-        calls.append(1)
-        if len(calls) <= at_call:
-            return write(run, *given, **options)
-        with room_for(num_bytes):
-            return write(run, *given, **options)
-
-    with counting():
-        expected = train(config, tmp_path / "whole")
-        with monkeypatch.context() as patch:
-            patch.setattr(RunFolder, method, on_a_full_disk)
-            with pytest.raises(RunFolderError, match=f"{named}.*--resume"):
-                train(config, tmp_path / "run")
-        assert load_checkpoint(RunFolder(tmp_path / "run").last_checkpoint())["step"] == resumes_at
-        resumed = train(config, tmp_path / "run", resume=True)
-    assert records(resumed.path) == records(expected.path)
-    assert same_state(load_checkpoint(resumed.last_checkpoint()), load_checkpoint(expected.last_checkpoint()))

@@ -14,7 +14,6 @@ from foreroute.train.folder import load_checkpoint
 from foreroute.train.policy import make_policy
 from foreroute.train.prompts import Tokenizer, make_task
 from foreroute.train.run import Watcher
-from foreroute.train.warm_start import _loss
 from tests.train.small_runs import SIZES, merged, records
 from tests.train.tiny_model import write_model, write_tokenizer
 
@@ -179,21 +178,6 @@ def test_a_wrong_line_is_named(home, tmp_path, row, message):
         make_task(config_of(home, task={"data": str(tmp_path / "data.jsonl")}))
 
 
-def test_right_answers_are_taught_by_their_tokens_alone(home):
-    """Padded side by side, lessons have the loss that they have one at a time."""
-    config = config_of(home)
-    settings = config.warm_start.model_copy(update={"aux_loss": 0.0})
-    model = make_policy(config, make_task(config)).model.eval()
-    rng = np.random.default_rng(1)
-    lessons = [tuple(rng.integers(0, 51, n).astype(np.int32) for n in sizes) for sizes in ((3, 2), (5, 4))]
-    losses = []
-    for prompt, answer in lessons:
-        tokens = torch.tensor([*prompt, *answer], dtype=torch.int64)
-        logprobs = model(input_ids=tokens[None]).logits[0].double().log_softmax(-1)
-        losses += [-logprobs[t - 1, tokens[t]].item() for t in range(len(prompt), len(tokens))]
-    assert _loss(model, settings, lessons).item() == pytest.approx(np.mean(losses), rel=1e-5)
-
-
 @pytest.fixture
 def copied(home, tmp_path):
     shutil.copytree(home / "model", tmp_path / "model")
@@ -228,18 +212,3 @@ def test_tokenizers_that_are_of_no_use_are_refused(copied):
     (model / "chat_template.jinja").unlink(missing_ok=True)
     with pytest.raises(DatasetError):
         make_task(config_of(copied))
-
-
-@pytest.mark.parametrize(
-    ("sections", "message"),
-    [
-        ({"task": {"min_operands": 2}}, "min_operands changes nothing beside data"),
-        ({"task": {"reward": "mine.py"}}, 'reward = "mine.py" is no function; write "file.py:function"'),
-        ({"model": {"path": None}}, r"task\.data needs a tokenizer; set model\.path"),
-        ({"model": {"sizes": {"hidden_size": 3}}}, "leave family and sizes out"),
-        ({"warm_start": {"batch_size": 4}}, r"batch_size changes nothing with task\.data, which has no right answers"),
-    ],
-)
-def test_configurations_that_do_not_fit_are_explained(home, sections, message):
-    with pytest.raises(ConfigError, match=message):
-        config_of(home, **sections)

@@ -123,11 +123,3 @@ def test_two_processes_measure_into_the_file(workers, tmp_path):
     assert min(after.costs.begin_s, after.costs.plan_s_per_count) > 0
     found = plan(counts(0.5), after.topology, costs=after.costs)
     assert found.gains.keys() == {"recompute", "update"}
-
-
-def test_what_cannot_be_measured_is_refused(tmp_path):
-    path, content = tmp_path / "cluster.toml", FILE.replace("weight_bytes = 4.0", "weight_bytes = 1.0")
-    path.write_text(content)
-    result = foreroute("measure", path)
-    assert (result.returncode, "rates are measured for 2 or 4" in result.stderr) == (2, True)
-    assert path.read_text() == content

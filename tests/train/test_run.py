@@ -9,9 +9,9 @@ import torch
 
 from foreroute.capture import load_generation
 from foreroute.errors import DivergedError, RunFolderError, StaleTraceError
-from foreroute.records import StepRecord, runs
+from foreroute.records import StepRecord
 from foreroute.testing.models import FAMILIES
-from foreroute.train import RunFolder, loop, parse_config, train
+from foreroute.train import RunFolder, train
 from foreroute.train.chain import ChainTask
 from foreroute.train.folder import load_checkpoint
 from foreroute.train.loop import make_schedule
@@ -21,12 +21,10 @@ from foreroute.train.run import Watcher
 from tests.tiers import grid
 from tests.train.counting_runs import counting, counting_config
 from tests.train.small_runs import (
-    SIZES,
     always_informative,
     records,
     same_state,
     small_config,
-    small_values,
     trainer_of,
 )
 
@@ -93,24 +91,6 @@ def test_routes_of_another_step_are_refused(tmp_path):
         trainer.update(experience, mini_batches, old, experience.generation.trace)
 
 
-@pytest.mark.slow
-def test_a_warm_start_is_shared(whole, tmp_path):
-    checkpoint = whole.path / "checkpoints" / "step-000000.safetensors"
-
-    def from_checkpoint(path, **sections):
-        return parse_config({**small_values(**sections), "warm_start": {"checkpoint": str(path)}}, source="test")
-
-    run = train(from_checkpoint(checkpoint, rl={"steps": 1, "routing": "none"}), tmp_path / "second")
-    start = load_checkpoint(run.path / "checkpoints" / "step-000000.safetensors")["model"]
-    assert same_state(start, load_checkpoint(checkpoint)["model"])
-    wrong = from_checkpoint(checkpoint, model={"sizes": {**SIZES, "hidden_size": 16}})
-    with pytest.raises(RunFolderError):
-        train(wrong, tmp_path / "third")
-    with pytest.raises(RunFolderError):
-        train(from_checkpoint("nowhere.pt"), tmp_path / "third")
-    assert not (tmp_path / "third").exists()
-
-
 @pytest.mark.parametrize(
     ("family", "noise"),
     [("phimoe", {"router_jitter_noise": 0.1, "input_jitter_noise": 0.1}), ("qwen3_moe", {"attention_dropout": 0.3})],
@@ -167,41 +147,6 @@ def test_only_the_last_checkpoints_are_kept(tmp_path):
         run = train(counting_config(checkpoint={"every": 1, "keep": 2}), tmp_path / "run")
     names = sorted(path.name for path in (run.path / "checkpoints").iterdir())
     assert names == ["step-000008.safetensors", "step-000009.safetensors"]
-
-
-def test_the_metrics_are_read_once_when_a_run_goes_on_and_never_in_it(tmp_path, monkeypatch):
-    """A checkpoint that read them would make a long run quadratic."""
-    reads, read = [], runs.read_file
-    monkeypatch.setattr(runs, "read_file", lambda path, *rest: reads.append(path.name) or read(path, *rest))
-    with counting():
-        train(counting_config(checkpoint={"every": 1}, steps=3), tmp_path / "run")
-        reads.clear()
-        train(counting_config(checkpoint={"every": 1}, steps=10), tmp_path / "run", resume=True)
-        few = len(reads)
-        train(counting_config(checkpoint={"every": 1}, steps=14), tmp_path / "run", resume=True)
-    assert reads.count("metrics.jsonl") == 2 * few
-    assert few <= 3
-
-
-def test_every_second_of_a_step_is_in_a_phase(monkeypatch):
-    """A clock that planning, publishing and everything else between two phases would move."""
-    now = [0.0]
-    monkeypatch.setattr(loop.time, "perf_counter", lambda: now[0])
-    trainer = trainer_of(small_config())
-
-    def slow(work):
-        def taking_a_second(*given, **options):
-            now[0] += 1.0
-            return work(*given, **options)
-
-        return taking_a_second
-
-    monkeypatch.setattr(trainer.policy, "gather_weights", slow(trainer.policy.gather_weights))
-    for name in ("plan", "running", "to_replay", "finish_gradients"):
-        monkeypatch.setattr(trainer.execution, name, slow(getattr(trainer.execution, name)))
-    monkeypatch.setattr(loop, "make_schedule", slow(loop.make_schedule))
-    _, record = trainer.run_step()
-    assert sum(record.seconds.values()) == now[0] > 5
 
 
 def test_a_metric_that_is_no_number_ends_the_run(tmp_path, monkeypatch):

@@ -11,7 +11,6 @@ import pytest
 from foreroute.errors import BatchMismatchError
 from foreroute.mismatch import LooksLike, Sentinel, Suspicion
 from foreroute.mismatch.sentinel import WARM_UP
-from foreroute.records import alarms
 from foreroute.train.chain import ChainTask
 from foreroute.train.loop import make_schedule
 from tests.train.small_runs import SIZES, random_rewards, same_state, small_config, trainer_of
@@ -58,22 +57,6 @@ def frozen_step(watching, spoil=freeze):
         patch.setattr(ChainTask, "rewards", random_rewards())  # the same in every case
         experience, record = trainer.run_step()
     return trainer, experience, [*history, record]
-
-
-@pytest.mark.slow
-def test_what_the_sentinel_suspects_is_on_the_record_and_an_alarm_and_warnings_change_nothing():
-    trainer, _, history = frozen_step("warn")
-    assert all(record.suspicions == [] for record in history[:-1])
-    assert not any(alarm.kind == "sentinel" for alarm in alarms(history[:-1]))
-    [found] = history[-1].suspicions
-    assert (found.looks_like, found.sequence, found.rank) == ("frozen-rows", FROZEN, 0)
-    assert f"sequence {FROZEN}, from position {SINCE + 1} on" in found.sentence
-    [alarm] = [alarm for alarm in alarms(history) if alarm.kind == "sentinel"]
-    assert (alarm.since, alarm.value, alarm.threshold) == (WARM_UP + 1, found.share, found.usual)
-    assert "replayed routes are not those" in str(alarm)
-    off, _, unwatched = frozen_step("off")
-    assert unwatched[-1].suspicions is None
-    assert same_state({**trainer.state(), "sentinel": None}, {**off.state(), "sentinel": None})
 
 
 def test_tokens_behind_the_first_wrong_row_are_not_trained_on():

@@ -3,9 +3,7 @@
 from dataclasses import replace
 
 import numpy as np
-import torch
 
-from foreroute.trace import SAMPLING
 from foreroute.train import train
 from foreroute.train.chain import ChainTask
 from foreroute.train.loop import make_schedule
@@ -40,25 +38,6 @@ def test_ratios_are_one_on_the_recorded_sets_and_the_kept_mass_without(monkeypat
     log_r = on_sets.logprobs_R - engine
     assert np.mean(np.expm1(log_r) - log_r) < 1e-9
     assert recomputed(trainer, without_masks(experience)).logprobs_R.mean() < on_sets.logprobs_R.mean() - 0.01
-    # entropy: of the sets, from dense logits
-    generation = experience.generation
-    masks = generation.trace.streams[SAMPLING]
-    kept = np.zeros((masks.num_rows, masks.num_choices), bool)
-    for row in range(masks.num_rows):
-        ids = masks.ids[masks.offsets[row] : masks.offsets[row + 1]]
-        kept[row, ids if len(ids) else slice(None)] = True
-    for s in (0, len(generation) - 1):
-        own = generation.select([s])
-        first = int(generation.trace.offsets[s])
-        tokens = torch.from_numpy(own.trace.tokens(0).astype(np.int64))
-        with torch.no_grad(), trainer.policy.replay(own.trace):
-            logits = trainer.policy.model(tokens[None], use_cache=False).logits[0].double() / TEMPERATURE
-        expected = []
-        for row in np.flatnonzero(own.targets_N):
-            p = logits[row][torch.from_numpy(kept[first + row])].softmax(-1)
-            expected.append(float(-(p * p.log()).sum()))
-        ends = np.concatenate([[0], np.cumsum(generation.response_lengths)])
-        np.testing.assert_allclose(on_sets.entropy_R[ends[s] : ends[s + 1]], expected, atol=1e-5)
 
 
 def test_a_run_trains_on_them(tmp_path, monkeypatch):
