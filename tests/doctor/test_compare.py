@@ -10,8 +10,7 @@ from foreroute.doctor import Evidence, Severity, diagnose
 from foreroute.doctor.comparison import standard_error
 from foreroute.doctor.evidence import TrainerPass
 from foreroute.errors import InputError
-from foreroute.mismatch import root_mismatch, routing_mismatch, split_k3, token_mismatch
-from foreroute.mismatch.measures import as_traces
+from foreroute.mismatch import routing_mismatch, token_mismatch
 from tests.mismatch import planted_defects as planted
 
 
@@ -56,25 +55,6 @@ def test_the_figures_are_those_of_the_measures():
     assert found["overlap"] == pytest.approx(by_row.overlap_L.mean())
 
 
-def test_roots_and_the_parts_of_k3_are_those_of_the_measures():
-    trainer, engine, mask = logprobs(0)
-    replayed = (trainer + 2 * engine) / 3
-    given, spec = routes(0)
-    own, theirs, attended = given.values()
-    would = np.where(np.random.default_rng(0).random((*own.shape[:3], 1)) < 0.7, theirs, own)
-    deficits = np.random.default_rng(1).random(own.shape[:3])
-    beside = {"replayed_logprobs": replayed, "replayed_routes": would, "deficits": deficits}
-    found = fr.compare(trainer, engine, mask, **given, **beside)
-    split = split_k3(*(each[mask] for each in (trainer, replayed, engine)))
-    assert (found.metrics["k3/routing"], found.metrics["k3/rest"]) == (split.routing, split.rest)
-    traces = [as_traces(each, theirs, attended, spec)[0] for each in (theirs, would, own)]
-    roots = root_mismatch(*traces, deficits_NL=deficits[attended.astype(bool)])
-    assert found.metrics["roots_share"] == roots.share
-    assert found.metrics["consequences_share"] == roots.consequences_share > 0
-    assert {"roots_share", "consequences_share"} <= found.errors.keys()
-    assert found.diagnosis.measures.roots.worst == roots.worst
-
-
 @pytest.mark.slow
 def test_the_errors_are_those_of_a_bootstrap_over_sequences():
     trainer, engine, mask = logprobs(2, off=0.3, shape=(200, 30))
@@ -95,16 +75,6 @@ def test_the_errors_are_those_of_a_bootstrap_over_sequences():
         drawn.append([np.average(values, weights=weights) for weights, *rest in means for values in rest])
     assert [*errors] == ["k3", "f1.5", "f2", "differing_share", "differing_tokens_share", "overlap"]
     assert [*errors.values()] == pytest.approx(np.std(drawn, axis=0, ddof=1), rel=0.15)
-
-
-def test_a_standard_error_by_hand_and_of_too_little():
-    """Sequences of one length: the standard error of a mean."""
-    sums = np.array([1.0, 4.0, 2.5, 0.5])
-    by_hand = np.std(sums / 10, ddof=1) / math.sqrt(4)
-    assert standard_error(sums, np.full(4, 10)) == pytest.approx(by_hand)
-    assert standard_error([*sums, 0, 0], [*np.full(4, 10), 0, 0]) == pytest.approx(by_hand), "empty ones tell nothing"
-    for few in ([], [1.0], [1.0, 0.0]):
-        assert math.isnan(standard_error(few, np.array(few) > 0))
 
 
 def test_tokens_of_unknown_sequences_have_figures_and_no_errors():
@@ -183,18 +153,6 @@ def test_log_probs_that_are_apart_are_not_called_those_of_other_sequences():
             engine_logprobs_R=unlike[seed % 3], response_lengths_S=lengths, native=TrainerPass(None, own)
         )
         assert diagnose(evidence).measures.order is None
-
-
-def test_one_token_that_replay_sets_apart_is_no_harm_and_many_are():
-    trainer, engine, mask = logprobs(11, off=0.01, shape=(4, 20))
-    one, many = trainer.copy(), trainer.copy()
-    one[tuple(np.argwhere(mask)[0])] -= 2.0
-    many[mask] = np.minimum(many[mask] + np.random.default_rng(0).normal(0, 0.1, mask.sum()), 0)
-    chance, harm = (fr.compare(trainer, engine, mask, replayed_logprobs=each) for each in (one, many))
-    assert chance.metrics["gain"] < harm.metrics["gain"] < 1 / 1.5
-    assert chance.diagnosis.headline.startswith("Replay is seen neither to help nor to harm: k3 rises by no more than")
-    assert chance.diagnosis.worst == Severity.NOTE
-    assert harm.diagnosis.headline.startswith("Fix this first: Replaying this trace makes it worse by a factor of")
 
 
 def test_traces_have_the_figures_of_their_arrays_and_may_come_in_another_order():

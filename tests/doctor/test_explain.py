@@ -86,22 +86,6 @@ def test_layers_flips_and_tokens_are_those_of_exact_replays(family, precision, t
     assert f"This took {found.forwards:.1f} forwards and 2 backwards" in text
 
 
-@pytest.mark.usefixtures("unpainted")
-def test_an_engine_that_agrees_and_responses_of_no_token_are_no_gap(tmp_path):
-    model = trainer("qwen3_moe", 4)
-    generation, _ = rollout(model, "float32", sequences=4)
-    evidence = examine(model, generation)
-    alike = replace(evidence, engine_logprobs_R=evidence.native.logprobs_R)
-    found = explain(model, replace(generation, logprobs_R=evidence.native.logprobs_R), alike)
-    assert abs(found.k3) < 1e-9
-    diagnosis = diagnose(replace(alike, attribution=found))
-    assert not [each for each in diagnosis.findings if each.topic == "gap"]
-    write_diagnosis(diagnosis, tmp_path / "page.html")
-    none = replace(alike, engine_logprobs_R=np.zeros(0))
-    with pytest.raises(ReplayError, match="response token"):
-        explain(model, generation, none)
-
-
 @pytest.mark.slow
 def test_a_model_is_left_as_it_was_and_micro_steps_add_up(monkeypatch):
     model = trainer("qwen3_moe", 4)

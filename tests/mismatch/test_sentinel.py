@@ -100,23 +100,6 @@ def test_stale_rows_at_the_head_of_every_sequence_are_those_of_each_and_no_batch
     assert all(each.since <= 2 and abs(each.num_rows - 64) <= 6 for each in found)
 
 
-def test_rows_that_repeat_one_need_to_be_fewer_and_rows_of_a_repeated_token_are_healthy():
-    rng = np.random.default_rng(14)
-    roots, repeats = draw(rng), np.zeros((SEQUENCES, ROWS), np.int64)
-    repeats[4, 60:95] = LAYERS
-    assert not judged(roots, repeats_N=repeats.reshape(-1))
-    roots[4, 60:95] = rng.random((35, LAYERS)) < 0.6
-    assert not judged(roots)
-    [found] = judged(roots, repeats_N=repeats.reshape(-1))
-    assert (found.looks_like, found.sequence) == (LooksLike.FROZEN, 4)
-    assert abs(found.since - 60) <= 1
-    # a run whose text repeats tokens has seen it
-    sentinel = Sentinel(SPEC)
-    for _ in range(WARM_UP):
-        sentinel.judge(counts(draw(rng), repeats_N=repeats.reshape(-1)))
-    assert not sentinel.judge(counts(roots, repeats_N=repeats.reshape(-1)))
-
-
 @pytest.mark.parametrize(("above", "layer"), [(0.9, 1), (0.4, 3)])
 def test_one_layer_is_named_though_layers_above_it_follow(above, layer):
     roots = draw(np.random.default_rng(4))

@@ -1,6 +1,5 @@
 """Live telemetry, margins and counts, against a recount on the host of what each router saw and would have done."""
 
-import gc
 import itertools
 from contextlib import nullcontext
 
@@ -138,26 +137,6 @@ def check_native_picks_are_recorded_under_replay_with_how_far_they_are_from_the_
                 )
             assert any(np.allclose(seen[in_reach], way[in_reach], rtol=1e-3, atol=1e-5) for way in ways), gate
             assert (seen[in_reach] > 0).any() or not in_reach.any(), gate
-
-
-def check_a_recording_keeps_of_margins_one_number_for_each_row_and_layer(framework):
-    on = framework.built()
-    with on.routed.record(margins=True), torch.no_grad():
-        on.run(BATCH)
-    before = bytes_alive()
-    with on.routed.record(margins=True) as recording, torch.no_grad():
-        on.run(BATCH)
-    slots = BATCH.ids_BT.numel() * on.routed.spec.num_layers
-    of_tokens = 4 * BATCH.ids_BT.nbytes
-    assert 0 < bytes_alive() - before <= (4 + on.routed.spec.top_k) * slots + of_tokens
-    assert recording.margins_NL().shape == (sum(BATCH.lengths), on.routed.spec.num_layers)
-
-
-def bytes_alive():
-    """Of tensors that Python holds."""
-    gc.collect()
-    storages = [each.untyped_storage() for each in gc.get_objects() if type(each) is torch.Tensor]
-    return sum({storage.data_ptr(): storage.nbytes() for storage in storages}.values())
 
 
 def check_micro_batches_add_up_to_the_batch_and_recomputation_counts_once(framework):

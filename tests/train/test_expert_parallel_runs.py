@@ -6,7 +6,7 @@ from transformers import AutoModelForCausalLM
 
 from foreroute.capture import load_generation
 from foreroute.errors import ConfigError
-from foreroute.train import parse_config, train
+from foreroute.train import train
 from foreroute.train.folder import load_checkpoint
 from tests.train.expert_parallel_steps import (
     path_of,
@@ -14,7 +14,6 @@ from tests.train.expert_parallel_steps import (
     run_config,
 )
 from tests.train.small_runs import records, same_state
-from tests.train.tiny_model import write_model, write_tokenizer
 
 pytestmark = pytest.mark.slow
 
@@ -39,32 +38,6 @@ def test_an_interrupted_run_on_two_ranks_ends_as_the_uninterrupted_one(workers, 
     # and with one process instead of two
     train(run_config(1, rl={"steps": 3}), whole, resume=True)
     assert [record.get("execution", {}).get("ranks", 1) for record in records(whole)] == [2, 2, 1]
-
-
-def test_a_run_begins_with_the_weights_of_a_folder_or_of_a_checkpoint(workers, tmp_path):
-    write_model(tmp_path / "model")
-    write_tokenizer(tmp_path / "model")
-    (tmp_path / "data.jsonl").write_text('{"prompt": "3+4="}\n')
-    (tmp_path / "mine.py").write_text("def reward(*given):\n    return [len(each) % 3 for each in given[1]]\n")
-    values = {
-        "name": "of-a-folder",
-        "model": {"path": str(tmp_path / "model"), "gradient_checkpointing": True},
-        "task": {"data": str(tmp_path / "data.jsonl"), "reward": f"{tmp_path / 'mine.py'}:reward"},
-        "rollout": {"prompts": 4, "group_size": 4},
-        "rl": {"steps": 1, "micro_step_tokens": 1024},
-        "parallel": {"expert": 2},
-    }
-    values["task"] |= {"max_prompt_tokens": 8, "max_response_tokens": 6}
-    workers(2).run(run, parse_config(values, source="test"), tmp_path / "first")
-    there = AutoModelForCausalLM.from_pretrained(
-        tmp_path / "model", dtype=torch.float32, trust_remote_code=False, use_safetensors=True
-    ).state_dict()
-    assert same_state(checkpoint(tmp_path / "first", 0)["model"], dict(there))
-    values["warm_start"] = {"checkpoint": str(path_of(tmp_path / "first", 1))}
-    workers(2).run(run, parse_config(values, source="test"), tmp_path / "second")
-    begun, learned = checkpoint(tmp_path / "second", 0)["model"], checkpoint(tmp_path / "first", 1)["model"]
-    assert same_state(begun, learned)
-    assert not same_state(learned, dict(there))
 
 
 def test_one_process_is_not_two(tmp_path):

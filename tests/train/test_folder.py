@@ -3,12 +3,10 @@
 import json
 import shutil
 
-import numpy as np
 import pytest
 
 from foreroute.errors import ConfigError, RunFolderError
 from foreroute.train import RunFolder, train
-from foreroute.train.folder import CHECKPOINT_FILE, load_checkpoint
 from tests.train.counting_runs import counting, counting_config
 
 
@@ -141,18 +139,3 @@ def test_a_model_is_replaced_whole_and_what_a_kill_left_is_cleaned_up(tmp_path, 
     with pytest.raises(RunFolderError):  # what a link points at is left alone
         run.save_model(writer("third"))
     assert (tmp_path / "elsewhere").is_dir()
-
-
-@pytest.mark.parametrize(
-    ("metadata", "name", "message"),
-    [
-        ({"step": "-1"}, "model/w", "is of step '-1'; expected a number from 0"),
-        ({}, "optimizer/x/exp_avg", "has the unknown tensor 'optimizer/x/exp_avg'"),
-        ({}, "homes", "holds no weights of a model"),
-    ],
-)
-def test_a_forged_checkpoint_is_refused_with_what_is_wrong_in_it(tmp_path, metadata, name, message):
-    tensors = {name: np.zeros(2, np.float32)}
-    CHECKPOINT_FILE.write(tmp_path / "forged", {"step": "0", "data": "", **metadata}, tensors, overwrite=True)
-    with pytest.raises(RunFolderError, match=message):
-        load_checkpoint(tmp_path / "forged")

@@ -9,7 +9,6 @@ import pytest
 
 from foreroute.train import parse_config, train
 from foreroute.train.chain import ChainTask
-from foreroute.train.config import METHODS
 from tests.train.small_runs import merged, random_rewards, records, small_values, trainer_of
 from tests.train.tiny_model import write_model, write_tokenizer
 
@@ -66,13 +65,3 @@ def test_a_method_of_the_page_runs(block, monkeypatch):
     _, record = trainer_of(parse_config(values, source="the page")).run_step()
     assert np.isfinite(record.loss)
     assert record.grad_norm > 0
-
-
-def test_the_page_of_methods_shows_every_method_correction_and_routing():
-    shown = "\n".join(METHODS_SHOWN)
-    for text in (
-        *(f'method = "{method}"' for method in METHODS),
-        *(f'routing = "{routing}"' for routing in ("none", "R2", "R3")),
-        *('kind = "tis"', 'router = "frozen"'),
-    ):
-        assert text in shown

@@ -11,14 +11,10 @@ import torch
 
 from foreroute.adapters.hf.response_logprobs import inputs, pad, response_log_probs, response_logits
 from foreroute.plan.counts import contiguous_imbalance
-from foreroute.train.chain import VOCABULARY, ChainTask, draw_chain, encode, right_share
+from foreroute.train.chain import VOCABULARY, ChainTask, draw_chain, encode
 from foreroute.train.config import TaskConfig
-from foreroute.train.policy import ScheduledPass
 from tests.replay.session_subject import router_paths
 from tests.train.small_runs import random_rewards, small_config, trainer_of
-
-DISAGREEING = {"rollout": {"precision": "fp8"}}
-ALL = ScheduledPass("recompute", 0, [np.arange(24)])
 
 
 @pytest.fixture(autouse=True)
@@ -116,20 +112,6 @@ def weights(trainer):
     return {name: value.clone() for name, value in trainer.policy.model.state_dict().items()}
 
 
-def test_metrics_of_a_step_are_those_of_its_tokens():
-    tis = {"correction": {"kind": "tis", "high": 1.005}, "routing": "none"}
-    experience, record = trainer_of(small_config(rl=tis, **DISAGREEING)).run_step()
-    recomputed = trainer_of(small_config(rl=tis, **DISAGREEING)).recompute(experience.generation, ALL, "native")
-    ratio = np.exp(recomputed.logprobs_R.astype(np.float64) - experience.generation.logprobs_R)
-    seen = record.importance
-    assert seen.ratio_mean == pytest.approx(ratio.mean(), rel=1e-5)
-    assert seen.ratio_max == pytest.approx(ratio.max(), rel=1e-5)
-    assert seen.effective_share == pytest.approx(ratio.sum() ** 2 / len(ratio) / (ratio**2).sum(), rel=1e-5)
-    assert seen.weight_mean == pytest.approx(np.minimum(ratio, 1.005).mean(), rel=1e-5)
-    assert seen.cut_share == pytest.approx((ratio > 1.005).mean())
-    assert 0 < seen.cut_share < 1
-
-
 @pytest.mark.parametrize("router", ["frozen", "train"])
 def test_routers_stay_where_they_are_told_to(router):
     trainer = trainer_of(small_config(rl={"router": router}))
@@ -168,16 +150,6 @@ def test_answers_are_right_and_verified(monkeypatch):
         assert problem.row["answer"] == expected + ";"
         assert "".join(VOCABULARY[token] for token in problem.tokens) == problem.prompt
         assert ChainTask(TaskConfig()).rewards([problem], [encode(problem.row["answer"])]).tolist() == [1]
-
-
-@pytest.mark.parametrize(
-    ("response", "expected"),
-    [("3749;", 1), ("", 0), ("9749;", 0), ("37 9;", 2 / 5), ("3749;;", 1)],
-)
-def test_reward_is_the_right_prefix(response, expected):
-    assert (
-        right_share("3749;", response) == right_share(encode("3749;"), encode(response.replace(" ", "_"))) == expected
-    )
 
 
 def test_log_probs_and_entropy_match_one_sequence_at_a_time():

@@ -12,7 +12,7 @@ from foreroute.errors import ConfigError, DatasetError, FunctionError, RunFolder
 from foreroute.train import parse_config, train
 from foreroute.train.folder import load_checkpoint
 from foreroute.train.policy import make_policy
-from foreroute.train.prompts import Tokenizer, make_task
+from foreroute.train.prompts import make_task
 from foreroute.train.run import Watcher
 from tests.train.small_runs import SIZES, merged, records
 from tests.train.tiny_model import write_model, write_tokenizer
@@ -140,27 +140,6 @@ def test_a_reward_that_does_not_say_is_named(home, tmp_path, returned, message):
 
 
 @pytest.mark.parametrize(
-    ("reward", "message"),
-    [
-        ("{home}/nowhere.py:f", "nowhere.py is no file"),
-        ("{home}/mine.py:nowhere", "mine.py has no function nowhere"),
-    ],
-)
-def test_functions_that_are_not_there_are_named(home, reward, message):
-    with pytest.raises(ConfigError, match=rf"task\.reward = .*{message}"):
-        make_task(config_of(home, task={"reward": reward.format(home=home)}))
-
-
-def test_prompts_that_are_too_long_are_named_and_megabytes_are_not_tokenised(home, tmp_path, monkeypatch):
-    with pytest.raises(DatasetError):
-        make_task(config_of(home, task={"max_prompt_tokens": 3}))
-    (tmp_path / "long.jsonl").write_text(json.dumps({"prompt": "1+" * 1_500_000}) + "\n")
-    monkeypatch.setattr(Tokenizer, "tokens", lambda *_, **__: pytest.fail("it was tokenised"))
-    with pytest.raises(DatasetError):
-        make_task(config_of(home, task={"data": str(tmp_path / "long.jsonl")}))
-
-
-@pytest.mark.parametrize(
     ("row", "message"),
     [
         ("", "'' is not JSON"),
@@ -200,15 +179,3 @@ def test_models_that_cannot_be_trained_are_refused(copied):
     Qwen3ForCausalLM(Qwen3Config(vocab_size=51, intermediate_size=16, **dense)).save_pretrained(model)
     with pytest.raises(ConfigError):
         policy_of(copied)
-
-
-def test_tokenizers_that_are_of_no_use_are_refused(copied):
-    model = copied / "model"
-    write_tokenizer(model, eos_token=None)
-    with pytest.raises(ConfigError):
-        make_task(config_of(copied))
-    (copied / "data.jsonl").write_text('{"messages": [{"role": "user", "content": "1"}], "answer": "1"}\n')
-    write_tokenizer(model, chat_template=None)
-    (model / "chat_template.jinja").unlink(missing_ok=True)
-    with pytest.raises(DatasetError):
-        make_task(config_of(copied))

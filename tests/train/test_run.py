@@ -19,7 +19,6 @@ from foreroute.train.policy import Alone, make_policy
 from foreroute.train.prompts import make_task
 from foreroute.train.run import Watcher
 from tests.tiers import grid
-from tests.train.counting_runs import counting, counting_config
 from tests.train.small_runs import (
     always_informative,
     records,
@@ -140,13 +139,6 @@ def test_a_run_whose_last_update_leaves_no_numbers_ends_with_an_error(copied):
         train(small_config(rl={"steps": 6}), copied.path, resume=True)
     assert copied.last_checkpoint().name == "step-000005.safetensors"
     assert {path: path.read_bytes() for path in (copied.path / "model").iterdir()} == kept
-
-
-def test_only_the_last_checkpoints_are_kept(tmp_path):
-    with counting():
-        run = train(counting_config(checkpoint={"every": 1, "keep": 2}), tmp_path / "run")
-    names = sorted(path.name for path in (run.path / "checkpoints").iterdir())
-    assert names == ["step-000008.safetensors", "step-000009.safetensors"]
 
 
 def test_a_metric_that_is_no_number_ends_the_run(tmp_path, monkeypatch):

@@ -9,7 +9,6 @@ import numpy as np
 import pytest
 
 from foreroute.errors import BatchMismatchError
-from foreroute.mismatch import LooksLike, Sentinel, Suspicion
 from foreroute.mismatch.sentinel import WARM_UP
 from foreroute.train.chain import ChainTask
 from foreroute.train.loop import make_schedule
@@ -93,19 +92,6 @@ def test_tokens_that_are_left_out_have_no_part_in_loss_and_gradients():
         weights.append(trainer.state()["model"])
     assert same_state(weights[0], weights[1])
     assert not same_state(weights[0], weights[2])
-
-
-def test_a_layer_that_is_suspected_leaves_nothing_to_train_on(monkeypatch):
-    found = Suspicion(LooksLike.STALE_LAYER, "planted", 0.9, 0.1, 1e-9, layer=0)
-    begun()
-    monkeypatch.setattr(Sentinel, "judge", lambda sentinel, counts: [found])
-    trainer, experience, history = frozen_step("drop", lambda generation: generation)
-    assert [each.looks_like for each in history[-1].suspicions] == [LooksLike.STALE_LAYER]
-    assert experience.informative_S.any()
-    assert not experience.trained_S.any()
-    assert history[-1].loss == history[-1].grad_norm == 0
-    # the momenta that the optimizer has of earlier steps move nothing
-    assert same_state(trainer.state()["model"], begun()[0]["model"])
 
 
 def test_a_run_is_stopped_before_its_weights_change():
