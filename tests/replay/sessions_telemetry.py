@@ -7,9 +7,8 @@ import numpy as np
 import pytest
 import torch
 
-from foreroute.errors import ReplayError
 from foreroute.replay import ReplayCounts
-from tests.replay.session_subject import batch_of, foreign, prepared, refuses
+from tests.replay.session_subject import batch_of, foreign, prepared
 
 BATCH = batch_of()
 GAPS = [(0, 2), (0, 3), (2, 0)]
@@ -154,13 +153,3 @@ def check_micro_batches_add_up_to_the_batch_and_recomputation_counts_once(framew
         assert np.array_equal(joined.shared_L, expected.shared_L)
         assert np.array_equal(joined.first_differing_L, expected.first_differing_L)
         assert np.array_equal(sum(part.expert_counts_LE() for part in parts), whole.expert_counts_LE())
-
-
-def check_what_was_not_asked_for_is_not_there(framework):
-    on = framework.built()
-    with on.routed.replay(foreign(on.routed.spec, BATCH)) as session, on.routed.record() as recording:
-        on.run(BATCH)
-    for ask in (session.agreement, session.expert_counts_LE):
-        refuses(ReplayError, "telemetry=True", ask)
-    refuses(ReplayError, "margins=True", recording.margins_NL)
-    refuses(ReplayError, "native=True", recording.deficits_NL)

@@ -6,15 +6,14 @@ import shutil
 import numpy as np
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer, Qwen3Config, Qwen3ForCausalLM
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from foreroute.errors import ConfigError, DatasetError, FunctionError, RunFolderError
+from foreroute.errors import DatasetError, FunctionError, RunFolderError
 from foreroute.train import parse_config, train
 from foreroute.train.folder import load_checkpoint
-from foreroute.train.policy import make_policy
 from foreroute.train.prompts import make_task
 from foreroute.train.run import Watcher
-from tests.train.small_runs import SIZES, merged, records
+from tests.train.small_runs import merged, records
 from tests.train.tiny_model import write_model, write_tokenizer
 
 ROWS = [{"prompt": f"{a}+{b}=", "answer": a + b, "hard": a > 5} for a in range(9) for b in (1, 4)]
@@ -83,7 +82,8 @@ def test_a_run_goes_on_where_it_was_and_ends_with_a_model_for_transformers(home,
     assert tokenizer("1+2=")["input_ids"] == [5, 14, 6, 17]
 
 
-def test_a_run_does_not_go_on_with_other_data(copied, tmp_path):
+def test_a_run_does_not_go_on_with_other_data(home, tmp_path):
+    copied = shutil.copytree(home, tmp_path / "home")
     run = train(config_of(copied, rl={"steps": 1}), tmp_path / "run")
     (copied / "data.jsonl").write_text('{"prompt": "1+2=", "answer": 3}\n')
     with pytest.raises(RunFolderError):
@@ -145,8 +145,6 @@ def test_a_reward_that_does_not_say_is_named(home, tmp_path, returned, message):
         ("", "'' is not JSON"),
         ("[1]", r"\[1\] is no object"),
         ('{"answer": 1}', "keys answer; expected one of"),
-        ('{"prompt": 3}', '"prompt" is 3; expected text'),
-        ('{"messages": []}', r'"messages" is \[\]; expected a list of messages'),
         ('{"messages": [{"role": "user", "content": 3}]}', "a message is .*; expected"),
         ('{"prompt": "größer?"}', r"the tokenizer in .* makes no tokens of 'größer\?' \(.*[Ww]ordLevel"),
     ],
@@ -155,27 +153,3 @@ def test_a_wrong_line_is_named(home, tmp_path, row, message):
     (tmp_path / "data.jsonl").write_text('{"prompt": "1+2="}\n' + row + "\n")
     with pytest.raises(DatasetError, match=rf"data\.jsonl, line 2: .*{message}"):
         make_task(config_of(home, task={"data": str(tmp_path / "data.jsonl")}))
-
-
-@pytest.fixture
-def copied(home, tmp_path):
-    shutil.copytree(home / "model", tmp_path / "model")
-    for name in ("data.jsonl", "mine.py"):
-        shutil.copy(home / name, tmp_path)
-    return tmp_path
-
-
-def test_models_that_cannot_be_trained_are_refused(copied):
-    def policy_of(folder):
-        return make_policy(config_of(folder), make_task(config_of(folder)))
-
-    model = copied / "model"
-    write_tokenizer(model, characters="0123456789+-*=;?")
-    write_model(model, vocab_size=12)
-    with pytest.raises(ConfigError):
-        policy_of(copied)
-    write_tokenizer(model)
-    dense = {name: SIZES[name] for name in ("hidden_size", "num_hidden_layers", "num_attention_heads")}
-    Qwen3ForCausalLM(Qwen3Config(vocab_size=51, intermediate_size=16, **dense)).save_pretrained(model)
-    with pytest.raises(ConfigError):
-        policy_of(copied)
