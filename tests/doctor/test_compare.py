@@ -169,10 +169,6 @@ def test_traces_have_the_figures_of_their_arrays_and_may_come_in_another_order()
     assert found.metrics["overlap"] == traces.metrics["overlap"]
     assert math.isnan(found.errors["overlap"])
     assert "in another order" in found.diagnosis.headline
-    with pytest.raises(InputError):
-        fr.compare(trainer, engine, mask, trainer_routes=own, engine_routes=other)
-    with pytest.raises(InputError, match="attention_mask="):
-        fr.compare(trainer, engine, mask, trainer_routes=own, engine_routes=theirs, attention_mask=attended)
 
 
 @pytest.mark.parametrize(

@@ -153,8 +153,6 @@ def test_sequences_in_another_order_are_diagnosed_and_compared_in_one():
     assert "log-probs were not compared" in found.headline
     assert found.measures.routes.differing_share == straight.measures.routes.differing_share
     assert (found.measures.without, straight.measures.without.count) == (None, 9)
-    worse = diagnose(without_model(own, swapped(0.9)(rng, mixed)))
-    assert any(f.sentence.startswith("Unexplained: ") for f in worse.findings)
     with pytest.raises(BatchMismatchError):
         diagnose(without_model(own, own.select(np.arange(1, len(own)))))
 

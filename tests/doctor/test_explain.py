@@ -11,7 +11,6 @@ from foreroute import core
 from foreroute.doctor import diagnose
 from foreroute.doctor.examine import examine
 from foreroute.doctor.explain import explain
-from foreroute.errors import ReplayError
 from foreroute.mismatch.attribution import k3_weights
 from foreroute.report import write_diagnosis
 from tests.doctor.planted_roots import SIZES, rollout, trainer
@@ -87,7 +86,7 @@ def test_layers_flips_and_tokens_are_those_of_exact_replays(family, precision, t
 
 
 @pytest.mark.slow
-def test_a_model_is_left_as_it_was_and_micro_steps_add_up(monkeypatch):
+def test_a_model_is_left_as_it_was_and_micro_steps_add_up():
     model = trainer("qwen3_moe", 4)
     generation, _ = rollout(model, "bfloat16")
     evidence = examine(model, generation)
@@ -97,8 +96,3 @@ def test_a_model_is_left_as_it_was_and_micro_steps_add_up(monkeypatch):
     assert all(parameter.grad is None for parameter in model.parameters())
     assert parts.carried_L == pytest.approx(whole.carried_L, rel=1e-2, abs=1e-8)
     assert [token.sequence for token in parts.tokens] == [token.sequence for token in whole.tokens]
-    block = model.model.layers[2].mlp
-    forward = block.forward
-    monkeypatch.setattr(block, "forward", lambda hidden: forward(hidden) * (1.1 if hidden.shape[1] < 20 else 1.0))
-    with pytest.raises(ReplayError, match=r"layers\.2\.mlp\.gate.*alone"):
-        explain(model, generation, evidence)

@@ -1,13 +1,10 @@
 """Log-probs of exactly 0, which nobody filled in: named with their sequences, and not taken for another cause."""
 
-from dataclasses import replace
-
 import numpy as np
 import pytest
 
 import foreroute as fr
-from foreroute.doctor import Evidence, Severity, diagnose
-from foreroute.doctor.evidence import Rescored, TrainerPass
+from foreroute.doctor import Severity
 
 
 def both(seed, *, peak=0.0, shape=(8, 64)):
@@ -62,23 +59,6 @@ def test_a_peaked_policy_is_not_accused(seed):
     assert told(found)[0] == []
     greedy = fr.compare(np.zeros_like(engine), np.zeros_like(engine), np.ones_like(engine)).diagnosis
     assert (told(greedy)[0], greedy.worst) == ([], Severity.NOTE)
-
-
-def test_zeros_of_a_low_temperature_are_its_own():
-    """The trainer, read at that temperature, does not deny them, nor an engine of zeros alone; at its own it does."""
-    trainer, _ = both(3)
-    sharp = np.where(trainer > -1.0, 0.0, trainer / 50)
-    evidence = Evidence(
-        engine_logprobs_R=sharp.reshape(-1),
-        native=TrainerPass(None, trainer.reshape(-1)),
-        replayed=TrainerPass(None, trainer.reshape(-1)),
-        rescored=(Rescored(0.1, False, sharp.reshape(-1)), Rescored(1.0, False, trainer.reshape(-1))),
-    )
-    found = diagnose(evidence)
-    assert (told(found)[0], "fit a temperature of 0.1" in found.headline) == ([], True)
-    greedy = diagnose(replace(evidence, engine_logprobs_R=np.zeros(trainer.size)))
-    assert (told(greedy)[0], "fit a temperature of 0.1" in greedy.headline) == ([], True)
-    assert "has log-probs of exactly 0" in diagnose(replace(evidence, rescored=())).headline
 
 
 def drawn(seed, kept, *, sharpness=3.0, sequences=16, length=64, vocabulary=40):

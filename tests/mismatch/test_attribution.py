@@ -72,10 +72,9 @@ def test_roots_and_consequences_are_those_of_a_loop():
 
 
 def test_what_stands_far_out_is_told_by_the_batch_alone():
-    """The same in any unit; too few roots tell nothing, and neither do scores that are NaN."""
+    """The same in any unit."""
     engine, native = (random_trace(3, num_layers=12, route_seed=seed) for seed in (3, 9))
     deficits = np.random.default_rng(0).exponential(1, engine.expert_ids_NLK.shape[:2])
-    shared = np.flatnonzero(engine.valid_N & native.valid_N)
     root = root_mismatch(engine, native, deficits_NL=deficits).worst[0]
     row = int(engine.offsets[root.sequence]) + root.position
     for unit in (1e-3, 1.0, 50.0):
@@ -84,9 +83,5 @@ def test_what_stands_far_out_is_told_by_the_batch_alone():
         planted[row, root.layer] = 40 * unit
         (far,) = root_mismatch(engine, native, deficits_NL=planted).far
         assert far[:3] == root[:3]
-    planted[:] = np.nan
-    planted[shared[0]] = 1.0
-    few = root_mismatch(engine, native, deficits_NL=planted)
-    assert (few.far, len(few.worst), np.isinf(few.threshold)) == ((), 1, True)
     with pytest.raises(InputError, match=r"expected .*\[N, L\]"):
         root_mismatch(engine, native, deficits_NL=deficits[:-1])

@@ -92,12 +92,9 @@ def test_broad_difference_without_a_pattern_is_unexplained():
 
 def test_edges():
     reference, other = clean_pair(5)
-    same = explain(reference, reference)
-    assert same.kind is Defect.NONE
-    assert same.sentence.startswith("Both have the same experts")
+    assert explain(reference, reference).sentence.startswith("Both have the same experts")
     assert explain(reference, other).sentence.startswith("Natural mismatch")
     assert explain(reference.select([0]), other.select([0])).kind is Defect.NONE
-    assert explain(reference.truncated([1] * len(reference)), other.truncated([1] * len(other))).kind is Defect.NONE
     # first rows that differ are a prefix from fifteen routers on
     for sequences, layers, kind in ((5, 3, Defect.PREFIX_MISSING), (7, 2, Defect.NONE)):
         spec = fr.RoutingSpec(8, 2, tuple(map(fr.RoutedLayer, range(layers))))
