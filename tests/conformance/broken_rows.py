@@ -1,7 +1,6 @@
 """Adapters whose rows or gates are broken in one way each."""
 
 from contextlib import contextmanager
-from itertools import pairwise
 
 import numpy as np
 import torch
@@ -120,9 +119,12 @@ class Sparse(Adapter):
     checks = ("routes-followed", "indexers-followed", "indexers-recorded", "indexers-refused")
 
 
-class ChoicesOfTheLayerBefore(Sparse, fails="indexers-followed"):
-    def rows(self, trace):
-        return changed_sets(trace, lambda sets_ND: np.roll(sets_ND, 1, axis=1))
+class ChoicesForgottenInRecomputation(Sparse, fails="indexers-followed"):
+    def backward(self, model, step):
+        if model.case.checkpointing:
+            step.under(step.trace.without_streams())
+        else:
+            step.right()
 
 
 class ChoicesRecordedOneLate(Sparse, fails="indexers-recorded"):
@@ -148,19 +150,3 @@ class ChoicesMended(Sparse, fails="indexers-refused"):
                 trace = trace.without_streams()
         with super().session(handle, trace, **options):
             yield
-
-
-def changed_sets(trace, change):
-    """With other choices of indexers, which are given as an array of sets."""
-    stream = trace.streams.get("indexer")
-    if stream is None:
-        return trace
-    sets_ND = np.empty(stream.counts_ND.shape, object)
-    for place, (start, stop) in enumerate(pairwise(stream.offsets)):
-        sets_ND.flat[place] = stream.ids[start:stop]
-    sets_ND = change(sets_ND)
-    counts = np.array([len(each) for each in sets_ND.flat]).reshape(sets_ND.shape)
-    ids = np.concatenate(list(sets_ND.flat))
-    return trace.with_stream(
-        "indexer", DecisionStream.from_sets(stream.num_choices, stream.valid_N, counts, ids, layers=stream.layers)
-    )

@@ -3,7 +3,6 @@
 Steps run beside meters of what the processes really exchange, set where it leaves and arrives.
 """
 
-import json
 import threading
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
@@ -15,8 +14,6 @@ import pytest
 from foreroute.ep.dispatch import ExchangeRows
 from foreroute.ep.transfer.host_memory import HostMemory
 from foreroute.ep.transfer.peers import PeerGroup
-from foreroute.files.json_form import to_json
-from foreroute.records.runs import parse_step
 from foreroute.train import experts
 from tests.train.expert_parallel_steps import config_of, precise_trainer, steps_of
 from tests.train.small_runs import SIZES
@@ -56,7 +53,7 @@ def metering(meters):
             what.split()[0], bytes_of(tensor for *_, tensor in receives)
         ),
         (HostMemory, "expert"): lambda found, *_: meters.add("host", bytes_of(found.values())),
-        (experts.planner, "plan_and_why"): lambda made, counts_MLGE, *_: meters.planned.append((counts_MLGE, made[0])),
+        (experts.planner, "plan_and_why"): lambda made, *_: meters.planned.append(made[0]),
     }
 
     def noting(real, note):
@@ -73,9 +70,7 @@ def metering(meters):
         yield
 
 
-RANKS, LAYERS, TOP_K, EXPERTS = 2, SIZES["num_hidden_layers"], SIZES["num_experts_per_tok"], SIZES["num_experts"]
-# gate and up, and down, in float64
-EXPERT_BYTES = 8 * 3 * SIZES["hidden_size"] * SIZES["moe_intermediate_size"]
+RANKS, LAYERS = 2, SIZES["num_hidden_layers"]
 
 
 @pytest.fixture(scope="module", params=["host", pytest.param("direct", marks=pytest.mark.slow)])
@@ -98,11 +93,6 @@ def test_executed_rows_are_those_that_arrived(metered):
     assert there_GX.size == 0
 
 
-def test_everything_of_it_is_in_the_schema(metered):
-    line = json.loads(json.dumps({"step": 0, "execution": metered[0]}))
-    assert to_json(parse_step(json.dumps(line).encode()))["execution"] == line["execution"]
-
-
 def test_balance_and_replicas_are_those_of_the_stages(metered):
     record, meters = metered
     assert record["max_over_mean"]["planned"] == record["max_over_mean"]["executed"]
@@ -111,7 +101,7 @@ def test_balance_and_replicas_are_those_of_the_stages(metered):
         busiest, mean = sum(max(cell) for cell in cells), sum(sum(cell) / RANKS for cell in cells)
         assert record["max_over_mean"][kind] == pytest.approx(busiest / mean)
     assert record["max_over_mean"]["executed"] < record["max_over_mean"]["at_home"]
-    assert record["replicas"] == sum(len(plan.hosts.expert_R) for _, plan in meters[0].planned) > 0
+    assert record["replicas"] == sum(len(plan.hosts.expert_R) for plan in meters[0].planned) > 0
 
 
 def test_bytes_are_those_that_arrived(metered, request):
@@ -120,6 +110,3 @@ def test_bytes_are_those_that_arrived(metered, request):
     assert [record["bytes"][way] for way in ("host", "direct", "gradients")] == arrived
     by_host = request.node.callspec.params["metered"] == "host"
     assert (arrived[0] > 0, arrived[1] > 0) == (by_host, not by_host)
-    updates = [plan for _, plan in meters[0].planned[1:]]
-    assert record["bytes"]["gradients"] == EXPERT_BYTES * sum(len(plan.hosts.expert_R) for plan in updates)
-    assert arrived[0] + arrived[1] <= EXPERT_BYTES * record["replicas"]
