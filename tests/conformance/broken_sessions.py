@@ -9,24 +9,37 @@ import torch
 from foreroute import concatenate
 from foreroute.conformance import Fault
 from foreroute.errors import ReplayError
-from tests.conformance.breaking import Adapter, Handle, Model, filled, with_ids
+from tests.conformance.breaking import Adapter, Handle, Model, broken, filled, with_ids
 
 
-class NativeAfterTheSession(Adapter, fails="backward-outside-session"):
-    def backward(self, model, step):
-        step.under(None) if model.session_trace is None and step.trace is not None else step.right()
+def narrowest(ids):
+    """In the width of the data, and not of the model."""
+    return ids.astype(np.uint8) if ids.max() < 256 else ids
 
 
-class NativeInSelectiveCheckpoints(Adapter, fails="selective-checkpoint"):
-    def backward(self, model, step):
-        step.under(None) if model.case.selective else step.right()
+OF_BACKWARDS = {
+    "backward-outside-session": lambda model, step: model.session_trace is None and step.trace is not None,
+    "selective-checkpoint": lambda model, step: model.case.selective,
+    "compiled-layers": lambda model, step: model.case.compiled,
+}
+"""By check, when backward recomputes natively."""
+OF_RECORDINGS = {
+    "recording-faithful": lambda handle, trace: with_ids(trace, np.roll(trace.expert_ids_NLK, 1, axis=0)),
+    "recorded-once": lambda handle, trace: concatenate([trace, trace]) if handle.model.backwards else trace,
+    "int-width": lambda handle, trace: replace(trace, expert_ids_NLK=narrowest(trace.expert_ids_NLK)),
+}
+"""By check, what is recorded instead."""
 
-
-class NativeInCompiledLayers(Adapter, fails="compiled-layers"):
-    compiles = True
-
-    def backward(self, model, step):
-        step.under(None) if model.case.compiled else step.right()
+for check, is_native in OF_BACKWARDS.items():
+    broken(
+        check,
+        compiles=check == "compiled-layers",
+        backward=lambda self, model, step, is_native=is_native: (
+            step.under(None) if is_native(model, step) else step.right()
+        ),
+    )
+for check, change in OF_RECORDINGS.items():
+    broken(check, recorded=lambda self, handle, trace, change=change: change(handle, trace))
 
 
 class ForwardsQueueRows(Adapter, fails="forward-only-residue"):
@@ -89,22 +102,6 @@ class NoFinally(Adapter, fails="exception-safety"):
         handle.open = session  # kept alive, as an attribute of a model would be
         yield
         session.__exit__(None, None, None)
-
-
-class RecordsShifted(Adapter, fails="recording-faithful"):
-    def recorded(self, handle, trace):
-        return with_ids(trace, np.roll(trace.expert_ids_NLK, 1, axis=0))
-
-
-class RecordsRecomputation(Adapter, fails="recorded-once"):
-    def recorded(self, handle, trace):
-        return concatenate([trace, trace]) if handle.model.backwards else trace
-
-
-class WidthOfTheData(Adapter, fails="int-width"):
-    def recorded(self, handle, trace):
-        ids = trace.expert_ids_NLK
-        return replace(trace, expert_ids_NLK=ids.astype(np.uint8)) if ids.max() < 256 else trace
 
 
 class FindsTheOrphans(Adapter, fails="orphan-routers"):

@@ -34,12 +34,6 @@ def unrouted(rng, trace):
     return replace(trace, valid_N=np.zeros_like(trace.valid_N))
 
 
-def first_row_lost(rng, trace):
-    source = np.arange(trace.num_rows)
-    source[trace.offsets[:-1]] = -1
-    return planted.moved(rng, trace, source)
-
-
 PLANTS = {
     "same": lambda rng, trace: trace,
     "shift": planted.shift,
@@ -48,9 +42,7 @@ PLANTS = {
     "layer order": planted.layer_order,
     "physical ids": planted.physical_ids,
     "prefix": planted.prefix_missing,
-    "first row": first_row_lost,
     "version": planted.weight_version,
-    "unknown version": lambda rng, trace: swapped(0.5)(rng, trace).with_weight_version(-1),
     "nearly all": swapped(0.97),
     "reordered and other": lambda rng, trace: swapped(0.9)(rng, reordered(rng, trace)),
     "unrouted": unrouted,

@@ -41,7 +41,7 @@ class Replays:
         return torch.zeros(self.engine.shape[:3], dtype=torch.bool)
 
 
-@grid(("family", "precision"), [(f, p) for p in ("bfloat16", "fp8") for f in SIZES], quick=1, day=3)
+@grid(("family", "precision"), [(f, p) for p in ("bfloat16", "fp8") for f in SIZES], quick=1, day=2)
 def test_layers_flips_and_tokens_are_those_of_exact_replays(family, precision, tmp_path):
     """By layer from below, one after the other; of tokens, their own flips alone, and one flip alone."""
     model = trainer(family, 4)

@@ -31,7 +31,7 @@ def test_planted_swaps_are_named_with_sequence_token_layer_and_experts():
     assert any(each.sentence.startswith("Something is broken. As it is, routing makes ") for each in found.findings)
 
 
-@grid(("family", "depth"), [(family, depth) for family in SIZES for depth in (4, 12)], quick=0, day=3)
+@grid(("family", "depth"), [(family, depth) for family in SIZES for depth in (4, 12)], quick=0, day=2)
 def test_a_router_with_noise_is_named_and_healthy_ones_are_not(family, depth):
     model, noisy = trainer(family, depth), depth // 3
     roots = diagnose(examine(model, rollout(model, "bfloat16", noisy=noisy)[0])).measures.roots

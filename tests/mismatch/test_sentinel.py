@@ -87,19 +87,6 @@ def test_a_batch_of_which_all_rows_differ_is_one_suspicion_however_many_sequence
         assert [each.sequence for each in judged(roots, 0.03, 24)] == [SEQUENCES - 3, SEQUENCES - 2, SEQUENCES - 1]
 
 
-@pytest.mark.parametrize(("usual", "sequences"), [(0.01, 2), (0.05, SEQUENCES)])
-def test_stale_rows_at_the_head_of_every_sequence_are_those_of_each_and_no_batch_of_other_weights(sequences, usual):
-    """As those of a prefix cache are."""
-    rng = np.random.default_rng(16)
-    roots = draw(rng, usual, sequences=sequences, rows=200)
-    roots[:, :64] |= rng.random((sequences, 64, LAYERS)) < 0.9
-    found = judged(roots, usual)
-    assert [(each.looks_like, each.sequence) for each in found] == [
-        (LooksLike.STALE_ROWS, number) for number in range(sequences)
-    ]
-    assert all(each.since <= 2 and abs(each.num_rows - 64) <= 6 for each in found)
-
-
 @pytest.mark.parametrize(("above", "layer"), [(0.9, 1), (0.4, 3)])
 def test_one_layer_is_named_though_layers_above_it_follow(above, layer):
     roots = draw(np.random.default_rng(4))
@@ -166,13 +153,6 @@ def test_healthy_rows_alarm_no_more_often_than_the_rate(share, alike, spread):
         batches += is_judged * sum(each.sequence is None for each in found)
     assert sequences <= rate * SEQUENCES * num_batches
     assert batches <= 3 * 2 * rate * num_batches  # of layers, and of the batch
-
-
-@pytest.mark.parametrize(("rows", "alarms"), [(12, 0), (40, 1)])
-def test_a_few_rows_such_as_a_short_past_has_not_shown_yet_are_no_alarm(rows, alarms):
-    roots = draw(np.random.default_rng(12))
-    roots[4, :rows] = True
-    assert len(judged(roots)) == alarms
 
 
 def test_a_past_that_is_taken_up_judges_as_the_one_that_gave_it():

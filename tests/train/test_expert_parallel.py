@@ -44,6 +44,11 @@ def test_two_ranks_learn_what_one_process_learns_from_their_rollouts(workers, pa
             assert 0 < seen["effective_share"] < 1
             assert 0 < seen["cut_share"] < 1
     for execution in (record["execution"] for record in records if record["execution"]["passes"]):
+        for kind in ("executed", "at_home"):
+            cells = [cell for each in execution["passes"].values() for layers in each[f"{kind}_MLG"] for cell in layers]
+            busiest, mean = sum(map(max, cells)), sum(map(sum, cells)) / 2
+            assert execution["max_over_mean"][kind] == pytest.approx(busiest / mean)
+        assert execution["max_over_mean"]["planned"] == execution["max_over_mean"]["executed"]
         moves = parallel.get("plan", {}).get("home_moves", 0)
         assert bool(execution["bytes"]["homes"]) == (execution["home_moves"] > 0) == bool(moves)
         assert moves != 4 or execution["home_moves"] <= 4 * SIZES["num_hidden_layers"]

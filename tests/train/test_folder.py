@@ -1,5 +1,6 @@
 """A run folder with something damaged, missing or foreign: one error that names it, and nothing is lost."""
 
+import re
 import shutil
 
 import pytest

@@ -97,19 +97,6 @@ def test_routers_stay_where_they_are_told_to(router):
     assert moved & names == (set() if router == "frozen" else names)
 
 
-@pytest.mark.slow
-def test_all_ranks_are_dealt_from_one_list_of_prompts():
-    """Each has its block of it, and samples for itself."""
-    prompts = []
-    for rank, size in ((0, 1), (0, 2), (1, 2)):
-        trainer = trainer_of(small_config(rollout={"prompts": 8}))
-        trainer.execution.ranks.rank, trainer.execution.ranks.size = rank, size
-        generation = trainer.roll_out().generation
-        prompts.append([generation.trace.tokens(s)[:n].tolist() for s, n in enumerate(generation.prompt_lengths)])
-    assert prompts[0] == prompts[1] + prompts[2]
-    assert prompts[1] != prompts[2]
-
-
 def test_log_probs_and_entropy_match_one_sequence_at_a_time():
     config = small_config(rollout={"temperature": 0.8})
     trainer = trainer_of(config)
