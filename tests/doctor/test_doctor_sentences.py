@@ -9,7 +9,7 @@ import pytest
 from foreroute.conformance import ALL_CHECKS, CheckResult, ConformanceReport, Outcome
 from foreroute.doctor import Evidence, Finding, Severity, diagnose
 from foreroute.doctor.evidence import TrainerPass
-from foreroute.errors import BatchMismatchError, InputError
+from foreroute.errors import InputError
 from tests.mismatch import planted_defects as planted
 from tests.tiers import grid
 
@@ -132,21 +132,6 @@ def test_the_rest_is_told_with_advice():
         *(Evidence(engine=trace.with_weight_version(v), expected_version=4) for v in (-1, 0)),
     ):
         require_advice(diagnose(evidence))
-
-
-def test_sequences_in_another_order_are_diagnosed_and_compared_in_one():
-    rng, own = planted.case(1)
-    engine = planted.natural(rng, own)
-    mixed = reordered(rng, engine)
-    found, straight = (diagnose(without_model(own, each, np.full(9, -1.0))) for each in (mixed, engine))
-    assert found.headline.startswith(
-        "Fix this first: The engine's trace holds the sequences of the trainer's own trace"
-    )
-    assert "log-probs were not compared" in found.headline
-    assert found.measures.routes.differing_share == straight.measures.routes.differing_share
-    assert (found.measures.without, straight.measures.without.count) == (None, 9)
-    with pytest.raises(BatchMismatchError):
-        diagnose(without_model(own, own.select(np.arange(1, len(own)))))
 
 
 def test_what_others_wrote_is_shown_and_not_obeyed():

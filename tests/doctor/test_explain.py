@@ -12,9 +12,7 @@ from foreroute.doctor import diagnose
 from foreroute.doctor.examine import examine
 from foreroute.doctor.explain import explain
 from foreroute.mismatch.attribution import k3_weights
-from foreroute.report import write_diagnosis
 from tests.doctor.planted_roots import SIZES, rollout, trainer
-from tests.report.pages import text_of
 from tests.tiers import grid
 
 pytestmark = pytest.mark.usefixtures("unwired")
@@ -42,7 +40,7 @@ class Replays:
 
 
 @grid(("family", "precision"), [(f, p) for p in ("bfloat16", "fp8") for f in SIZES], quick=1, day=2)
-def test_layers_flips_and_tokens_are_those_of_exact_replays(family, precision, tmp_path):
+def test_layers_flips_and_tokens_are_those_of_exact_replays(family, precision):
     """By layer from below, one after the other; of tokens, their own flips alone, and one flip alone."""
     model = trainer(family, 4)
     generation, _ = rollout(model, precision)
@@ -80,9 +78,6 @@ def test_layers_flips_and_tokens_are_those_of_exact_replays(family, precision, t
     said = [each.sentence for each in diagnosis.findings if each.topic == "gap"]
     assert len(said) == 3
     assert f"carry the most of routing's part of k3, {found.carried_L.max():.2e} of" in said[0]
-    text = text_of(write_diagnosis(diagnosis, tmp_path / "page.html").read_text())
-    assert all(each in text for each in said)
-    assert f"This took {found.forwards:.1f} forwards and 2 backwards" in text
 
 
 @pytest.mark.slow

@@ -111,18 +111,6 @@ def test_messages_go_through_the_chat_template(home, tmp_path):
     assert task.rewards([problem] * 2, [np.array([7, 1]), np.array([8, 1])]).tolist() == [1.0, 0.0]
 
 
-def test_a_reward_is_called_once_for_a_batch_of_responses(home):
-    """With all prompts, responses and rows of it: a judge may answer them at once."""
-    task = make_task(config_of(home))
-    problems = [problem for problem in task.problems(3, 0, np.random.default_rng(0)) for _ in range(2)]
-    responses = [np.array([n + 4, 1]) for n in range(6)]
-    rewards = task.rewards(problems, responses)
-    (call,) = task._reward.__globals__["calls"]
-    assert call == ([p.prompt for p in problems], list("012345"), [p.row for p in problems])
-    expected = [sum(map(ord, prompt + response)) % 7 for prompt, response, _ in zip(*call, strict=True)]
-    assert rewards.tolist() == expected
-
-
 @pytest.mark.parametrize(
     ("returned", "message"),
     [

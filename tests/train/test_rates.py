@@ -80,11 +80,6 @@ def test_rates_are_those_by_which_the_model_takes_as_long():
     found = fitted(costs, steps, np.stack(seconds))
     for name in ("gemm_flops_per_s", "backward_products", "layer_s", "replica_s", "replica_backward_s"):
         assert getattr(found, name) == pytest.approx(getattr(truth, name), rel=1e-6), name
-    # levels that the model cannot reach do not bend what a row takes, which is what plans save
-    lower = np.stack(seconds)
-    lower[:2] -= 0.9 * lower[0]
-    for name in ("gemm_flops_per_s", "backward_products"):
-        assert getattr(fitted(costs, steps, lower), name) == pytest.approx(getattr(truth, name), rel=1e-6), name
     # a control: seconds of a replica that are not there are not found
     without = fitted(costs, steps, np.stack([*seconds[:2], seconds[2] * 0.5]))
     assert (without.replica_s, without.replica_backward_s) == (0.0, 0.0)

@@ -10,7 +10,7 @@ import torch
 from foreroute.errors import DivergedError, RunFolderError, StaleTraceError
 from foreroute.records import StepRecord
 from foreroute.testing.models import FAMILIES
-from foreroute.train import RunFolder, train
+from foreroute.train import RunFolder, parse_config, train
 from foreroute.train.chain import ChainTask
 from foreroute.train.folder import load_checkpoint
 from foreroute.train.loop import make_schedule
@@ -18,13 +18,7 @@ from foreroute.train.policy import Alone, make_policy
 from foreroute.train.prompts import make_task
 from foreroute.train.run import Watcher
 from tests.tiers import grid
-from tests.train.small_runs import (
-    always_informative,
-    records,
-    same_state,
-    small_config,
-    trainer_of,
-)
+from tests.train.small_runs import always_informative, records, same_state, small_config, small_values, trainer_of
 
 
 @pytest.fixture(scope="module")
