@@ -93,17 +93,6 @@ def check_a_backward_of_another_thread_recomputes_its_own_routes(framework):
         assert same(on.gradients(), expected), recompute
 
 
-def check_a_recomputation_in_the_middle_of_another_threads_forward_is_refused(framework):
-    on, trace = prepared(framework, recompute=framework.recomputations[2])
-    loss = replayed(on, trace, BATCH)
-    outcome = []
-    handle = on.layers[1].register_forward_pre_hook(lambda *_: outcome or outcome.append(in_thread(loss.backward)))
-    with torch.no_grad():
-        replayed(on, trace, BATCH)
-    handle.remove()
-    require_refused(outcome[0])
-
-
 def check_two_models_in_two_threads_keep_to_their_own_traces(framework):
     subjects = [framework.built(seed=seed) for seed in (1, 2)]
     traces = [foreign(subjects[0].routed.spec, BATCH, number) for number in range(4)]

@@ -1,4 +1,4 @@
-"""Where a run computes: the key, the devices of processes, and every tensor of a step on one device."""
+"""Where a run computes: the key, and the devices of processes."""
 
 from contextlib import ExitStack
 from unittest.mock import patch
