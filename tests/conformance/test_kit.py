@@ -11,6 +11,7 @@ from foreroute.errors import ConfigError
 from tests.adapters.megatron.test_conformance import BARE_FAILS
 from tests.conformance import broken_rows, broken_sessions  # noqa: F401  fill the table
 from tests.conformance.breaking import BROKEN, Adapter
+from tests.conformance.peers.__main__ import COMPARISON, PAGE, short_table
 
 IDS = [check.id for check in ALL_CHECKS]
 
@@ -77,6 +78,12 @@ def test_the_page_lists_every_check():
     page = (Path(__file__).parents[2] / "docs" / "new-adapter.md").read_text(encoding="utf-8")
     listed = page.partition("\n### The checks\n")[2].partition("\n- ")[2].partition("\n## ")[0]
     assert re.findall(r"`([a-z-]+)`", listed) == IDS
+
+
+def test_the_comparison_has_the_scores_of_its_page():
+    text = PAGE.read_text(encoding="utf-8")
+    assert f"\n\n{short_table(text)}\n\n" in COMPARISON.read_text(encoding="utf-8")
+    assert short_table(text.replace("●", "○")) != short_table(text)
 
 
 def test_an_unknown_check_is_refused():

@@ -72,21 +72,6 @@ def test_the_rows_say_what_they_look_like():
     assert judged(roots, repeats_N=beside)[1].looks_like == LooksLike.FROZEN
 
 
-@pytest.mark.parametrize("share", [0.3, 0.95])
-def test_a_batch_of_which_all_rows_differ_is_one_suspicion_however_many_sequences_differ_by_much(share):
-    rng, kind = np.random.default_rng(13), LooksLike.UNRELATED if share > 0.5 else LooksLike.OLDER_WEIGHTS
-    roots = draw(rng, spread=0.1)
-    roots |= rng.random(roots.shape) < share * np.linspace(0.6, 1.2, SEQUENCES)[:, None, None]
-    [found] = judged(roots, 0.03, 24)
-    assert (found.looks_like, found.sequence, found.num_rows) == (kind, None, roots.shape[0] * roots.shape[1])
-    # those that say what they look like say so, and so do those beside which others are as ever
-    beside = np.full(roots.shape[0] * roots.shape[1], LAYERS // 2)
-    if kind == LooksLike.UNRELATED:
-        assert {each.looks_like for each in judged(roots, 0.03, 24, before_N=beside)} == {LooksLike.SHIFT}
-        roots[:-3] = draw(rng)[:-3]
-        assert [each.sequence for each in judged(roots, 0.03, 24)] == [SEQUENCES - 3, SEQUENCES - 2, SEQUENCES - 1]
-
-
 @pytest.mark.parametrize(("above", "layer"), [(0.9, 1), (0.4, 3)])
 def test_one_layer_is_named_though_layers_above_it_follow(above, layer):
     roots = draw(np.random.default_rng(4))
