@@ -61,9 +61,7 @@ def rollout(model, precision, *, plant=False, noisy=None, sequences=8, length=48
             layer = int(torch.randint(0, ids_BTLK.shape[2], (), generator=draw))
             row = ids_BTLK[b, t, layer].clone()
             others = [expert for expert in range(EXPERTS) if expert not in row.tolist()]
-            row[int(torch.randint(0, PICKS, (), generator=draw))] = others[
-                int(torch.randint(0, len(others), (), generator=draw))
-            ]
+            row[0] = others[int(torch.randint(0, len(others), (), generator=draw))]
             forced[b, t, layer] = row
             places.append((t, layer))
         logprobs_BTV, ids_BTLK = run(forced)

@@ -1,9 +1,12 @@
-"""What a configuration may say: keys that do not fit together, numbers that would run for ever, topology files."""
+"""What a configuration may say: keys that do not fit together, topology files, and where a run computes."""
 
 import tomllib
+from contextlib import ExitStack
 from dataclasses import replace
+from unittest.mock import patch
 
 import pytest
+import torch
 
 from foreroute.costs.cluster_file import load_cluster
 from foreroute.errors import ConfigError
@@ -12,6 +15,7 @@ from foreroute.trace import RoutedLayer, RoutingSpec
 from foreroute.train.experts import read_planning
 from foreroute.train.policy import make_policy
 from foreroute.train.prompts import make_task
+from foreroute.train.ranks import find_device, num_started
 from tests.train.small_runs import small_config
 
 
@@ -98,3 +102,36 @@ def test_a_file_of_another_run_is_refused(tmp_path):
         path.write_text(TOPOLOGY.replace(before, after))
         with pytest.raises(ConfigError, match=message):
             planning_of(expert=2, topology=str(path))
+
+
+def seen(count, **environment):
+    """As if torch saw so many CUDA devices, in a process with these variables."""
+    stack = ExitStack()
+    stack.enter_context(patch.object(torch.cuda, "is_available", lambda: count > 0))
+    stack.enter_context(patch.object(torch.cuda, "device_count", lambda: count))
+    stack.enter_context(patch.dict("os.environ", environment))
+    return stack
+
+
+def test_auto_takes_a_device_of_its_own_or_the_cpu():
+    with seen(0):
+        assert find_device("auto") == find_device("cpu") == torch.device("cpu")
+    with seen(2):
+        assert find_device("auto") == find_device("cuda") == torch.device("cuda:0")
+        assert find_device("cpu") == torch.device("cpu")
+    with seen(2, LOCAL_RANK="1", LOCAL_WORLD_SIZE="2"):
+        assert find_device("auto") == find_device("cuda") == torch.device("cuda:1")
+    for rank in "0123":  # all processes of a machine decide alike
+        with seen(2, LOCAL_RANK=rank, LOCAL_WORLD_SIZE="4"):
+            assert find_device("auto") == torch.device("cpu")
+
+
+def test_a_device_that_is_not_there_and_processes_that_are_no_number_are_refused():
+    for count, variables, work in (
+        (0, {}, lambda: find_device("cuda")),
+        (1, {"LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2"}, lambda: find_device("cuda")),
+        (1, {"LOCAL_RANK": "x"}, lambda: find_device("auto")),
+        *((0, {"WORLD_SIZE": said}, num_started) for said in ("0", "-1", "two", "\u0662")),
+    ):
+        with seen(count, **variables), pytest.raises(ConfigError):
+            work()

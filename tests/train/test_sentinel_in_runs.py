@@ -44,13 +44,13 @@ def begun():
 
 
 @cache
-def frozen_step(watching, spoil=freeze):
-    """The next step with an engine that freezes, or spoils else: trainer, rollout and the records of all steps."""
+def frozen_step(watching):
+    """The next step with an engine that freezes: trainer, rollout and the records of all steps."""
     state, history = begun()
     trainer = trainer_that(watching)
     trainer.restore(copy.deepcopy(state))
     generate = trainer.engine.generate
-    trainer.engine.generate = lambda *args: spoil(generate(*args))
+    trainer.engine.generate = lambda *args: freeze(generate(*args))
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(ChainTask, "rewards", random_rewards())  # the same in every case
         experience, record = trainer.run_step()
