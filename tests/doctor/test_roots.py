@@ -43,8 +43,9 @@ def test_planted_swaps_are_named_with_sequence_token_layer_and_experts():
 @grid(("family", "depth"), [(family, depth) for family in SIZES for depth in (4, 12)], quick=0, day=2)
 def test_a_router_with_noise_is_named_and_healthy_ones_are_not(family, depth):
     model, noisy = trainer(family, depth), depth // 3
-    roots = diagnose(examine(model, rollout(model, "bfloat16", noisy=noisy)[0])).measures.roots
-    assert [layer for layer, _ in roots.steep] == [noisy]
+    found = diagnose(examine(model, rollout(model, "bfloat16", noisy=noisy)[0]))
+    assert [layer for layer, _ in found.measures.roots.steep] == [noisy]
+    assert any(f"router of decoder {noisy} is not the engine's" in each.sentence for each in found.findings)
     for precision in ("bfloat16", "fp8"):
         found = diagnose(examine(model, rollout(model, precision)[0]))
         assert (found.measures.roots.steep, found.measures.roots.far) == ([], ()), precision

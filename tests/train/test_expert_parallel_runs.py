@@ -39,6 +39,7 @@ def test_an_interrupted_run_on_two_ranks_ends_as_the_uninterrupted_one(workers, 
     assert all(record["execution"]["home_moves"] for record in records(whole)), "the case must move experts"
     trace = load_generation(whole / "rollouts" / "step-000000.safetensors").trace
     assert len(trace) == 8 * 4, "the trace holds the rollouts of all ranks"
+    assert trace.tokens(0)[:3].tolist() != trace.tokens(16)[:3].tolist(), "whose prompts are others"
     written = AutoModelForCausalLM.from_pretrained(
         stopped / "model", dtype=torch.float32, trust_remote_code=False, use_safetensors=True
     ).state_dict()
