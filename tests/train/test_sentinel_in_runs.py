@@ -11,6 +11,7 @@ import pytest
 from foreroute.errors import BatchMismatchError
 from foreroute.mismatch.sentinel import WARM_UP
 from foreroute.train.chain import ChainTask
+from foreroute.train.loop import make_schedule
 from tests.train.small_runs import SIZES, random_rewards, same_state, small_config, trainer_of
 
 FROZEN, SINCE = 3, 12
@@ -71,6 +72,26 @@ def test_tokens_behind_the_first_wrong_row_are_not_trained_on():
     assert [each.sequence for each in history[-1].suspicions] == [FROZEN]
     assert math.isfinite(history[-1].loss)
     assert not same_state(trainer.state()["model"], kept.state()["model"])
+
+
+def test_tokens_that_are_left_out_have_no_part_in_loss_and_gradients():
+    """Old log-probs that are others there change nothing, and others before are seen to."""
+    kept, weights = 3, []
+    for noise in ("none", "behind", "before"):
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(ChainTask, "rewards", random_rewards())
+            trainer = trainer_of(small_config(rl={"method": "gspo"}))
+            experience = trainer.roll_out()
+        generation, lengths = experience.generation, experience.generation.response_lengths
+        place_R = np.arange(lengths.sum()) - np.repeat(np.cumsum(lengths) - lengths, lengths)
+        assert (place_R >= kept).any()
+        noisy_R = {"none": place_R < 0, "behind": place_R >= kept, "before": place_R == kept - 1}[noise]
+        experience = replace(experience, left_S=np.minimum(lengths, kept))
+        _, mini_batches = make_schedule(experience, trainer.config.rl, trainer.execution.ranks, seed=(0, 0))
+        trainer.update(experience, mini_batches, generation.logprobs_R - np.float32(0.1) * noisy_R, None)
+        weights.append(trainer.state()["model"])
+    assert same_state(weights[0], weights[1])
+    assert not same_state(weights[0], weights[2])
 
 
 def test_a_run_is_stopped_before_its_weights_change():
