@@ -19,7 +19,9 @@ from tests.replay.session_subject import router_paths
 
 SIZES = {**FAMILIES, **GROUPED, "deepseek_v32": SPARSE}
 BROKEN = {}
-"""By adapter that is broken in one way, the check that must fail, and no other."""
+"""By the check that must fail, and no other, an adapter that is broken in one way."""
+OF_GROUPS = {"layer-axis", "gate-rule"}
+"""Checks that a family with a dense layer and a sigmoid is asked of."""
 
 
 class Adapter:
@@ -33,7 +35,7 @@ class Adapter:
 
     def __init_subclass__(cls, fails=None):
         if fails is not None:
-            BROKEN[cls] = fails
+            BROKEN[fails] = cls
 
     def __init__(self):
         self.good = HuggingFaceUnderTest(self.family, SIZES[self.family])
@@ -79,6 +81,12 @@ class Adapter:
 
     def backward(self, model, step):
         step.right()
+
+
+def broken(check, **methods):
+    """An adapter whose method is another."""
+    family = "deepseek_v3" if check in OF_GROUPS else "qwen3_moe"
+    return type(f"Broken {check}", (Adapter,), {"family": family, **methods}, fails=check)
 
 
 class Model:

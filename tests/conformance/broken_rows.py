@@ -1,87 +1,77 @@
 """Adapters whose rows or gates are broken in one way each."""
 
 from contextlib import contextmanager
-from itertools import pairwise
 
 import numpy as np
 import torch
 
 from foreroute.errors import ForerouteError
 from foreroute.trace import DecisionStream
-from tests.conformance.breaking import Adapter, filled, native, other_ids, with_ids
+from tests.conformance.breaking import Adapter, broken, native, other_ids, with_ids
 
 
-class SomeRowsWrong(Adapter, fails="routes-followed"):
-    def rows(self, trace):
-        ids = trace.expert_ids_NLK.copy()
-        ids[::5, 0] = other_ids(trace)[::5, 0]
-        return with_ids(trace, ids)
+def some_rows_wrong(trace):
+    ids = trace.expert_ids_NLK.copy()
+    ids[::5, 0] = other_ids(trace)[::5, 0]
+    return ids
 
 
-class OneLayerWithoutEffect(Adapter, fails="silent-no-op"):
-    def output(self, handle, layer, router, args, output):
-        return native(router, args) if layer == 1 else output
+def batch_first(trace):
+    sequences, ids = len(trace), trace.expert_ids_NLK
+    if len(set(trace.lengths)) > 1:
+        return ids
+    return ids.reshape(-1, sequences, *ids.shape[1:]).swapaxes(0, 1).reshape(ids.shape)
 
 
-class Shifted(Adapter, fails="token-shift"):
-    def rows(self, trace):
-        return with_ids(trace, np.roll(trace.expert_ids_NLK, 1, axis=0))
+def zero_is_missing(trace):
+    ids = trace.expert_ids_NLK
+    return np.where((ids == 0).all(-1, keepdims=True), other_ids(trace), ids)
 
 
-class BatchFirst(Adapter, fails="sequence-order"):
-    def rows(self, trace):
-        sequences, ids = len(trace), trace.expert_ids_NLK
-        if len(set(trace.lengths)) > 1:
-            return trace
-        return with_ids(trace, ids.reshape(-1, sequences, *ids.shape[1:]).swapaxes(0, 1).reshape(ids.shape))
+def newest_version_only(trace):
+    old = trace.weight_versions_N < max(trace.versions, default=0)
+    return np.where(old[:, None, None], other_ids(trace), trace.expert_ids_NLK)
 
 
-class AllLayersAxis(Adapter, fails="layer-axis"):
-    """Takes row i of the layer axis for decoder layer i, where the first is dense."""
-
-    family = "deepseek_v3"
-
-    def rows(self, trace):
-        return with_ids(trace, np.roll(trace.expert_ids_NLK, -1, axis=1))
+def padding_consumes_rows(trace):
+    return trace.expert_ids_NLK if len(set(trace.lengths)) == 1 else np.roll(trace.expert_ids_NLK, 2, axis=0)
 
 
-class ZeroIsMissing(Adapter, fails="one-pick"):
-    def rows(self, trace):
-        ids = trace.expert_ids_NLK
-        return with_ids(trace, np.where((ids == 0).all(-1, keepdims=True), other_ids(trace), ids))
+OF_ROWS = {
+    "routes-followed": some_rows_wrong,
+    "token-shift": lambda trace: np.roll(trace.expert_ids_NLK, 1, axis=0),
+    "sequence-order": batch_first,
+    # row i of the layer axis for decoder layer i, where the first is dense
+    "layer-axis": lambda trace: np.roll(trace.expert_ids_NLK, -1, axis=1),
+    "one-pick": zero_is_missing,
+    "wide-ids": lambda trace: trace.expert_ids_NLK & 0xFF,
+    "resumed-rollout": newest_version_only,
+    "padding-neutral": padding_consumes_rows,
+}
+"""By check, the ids that are replayed instead of those of a trace."""
 
 
-class OneByte(Adapter, fails="wide-ids"):
-    def rows(self, trace):
-        return with_ids(trace, trace.expert_ids_NLK & 0xFF)
+def zeroed_scores(layer, router, args, logits, weights, ids):
+    own = native(router, args)[2]
+    return logits, weights * (ids[..., None] == own[..., None, :]).any(-1), ids
 
 
-class NewestVersionOnly(Adapter, fails="resumed-rollout"):
-    def rows(self, trace):
-        old = trace.weight_versions_N < max(trace.versions, default=0)
-        return with_ids(trace, np.where(old[:, None, None], other_ids(trace), trace.expert_ids_NLK))
+OF_OUTPUTS = {
+    "silent-no-op": lambda layer, router, args, *output: native(router, args) if layer == 1 else output,
+    "gate-rule": lambda layer, router, args, logits, _, ids: (logits, logits.gather(-1, ids).softmax(-1), ids),
+    "native-bit-equal": lambda layer, router, args, logits, weights, ids: (logits, weights * (1 + 1e-6), ids),
+    "dense-scores": zeroed_scores,
+    "router-gradient": lambda layer, router, args, logits, weights, ids: (logits, weights.detach(), ids),
+}
+"""By check, what a router returns instead."""
 
-
-class LastRowFilled(Adapter, fails="missing-rows"):
-    def rows(self, trace):
-        return filled(trace, lasts(trace) & ~trace.valid_N)
-
-
-class GapsFilled(Adapter, fails="gaps"):
-    def rows(self, trace):
-        return filled(trace, ~lasts(trace) & ~trace.valid_N)
-
-
-def lasts(trace):
-    """Bool [N], of each sequence."""
-    last = np.zeros_like(trace.valid_N)
-    last[trace.offsets[1:] - 1] = True
-    return last
-
-
-class PaddingConsumesRows(Adapter, fails="padding-neutral"):
-    def rows(self, trace):
-        return trace if len(set(trace.lengths)) == 1 else with_ids(trace, np.roll(trace.expert_ids_NLK, 2, axis=0))
+for check, change in OF_ROWS.items():
+    broken(check, rows=lambda self, trace, change=change: with_ids(trace, change(trace)))
+for check, change in OF_OUTPUTS.items():
+    broken(
+        check,
+        output=lambda self, handle, layer, router, args, output, change=change: change(layer, router, args, *output),
+    )
 
 
 class PaddingToTheFirstExperts(Adapter, fails="padding-hot-spot"):
@@ -94,27 +84,6 @@ class PaddingToTheFirstExperts(Adapter, fails="padding-hot-spot"):
         return logits, weights, ids
 
 
-class SoftmaxGates(Adapter, fails="gate-rule"):
-    family = "deepseek_v3"
-
-    def output(self, handle, layer, router, args, output):
-        logits, _, ids = output
-        return logits, logits.gather(-1, ids).softmax(-1), ids
-
-
-class LastBits(Adapter, fails="native-bit-equal"):
-    def output(self, handle, layer, router, args, output):
-        logits, weights, ids = output
-        return logits, weights * (1 + 1e-6), ids
-
-
-class ZeroedScores(Adapter, fails="dense-scores"):
-    def output(self, handle, layer, router, args, output):
-        logits, weights, ids = output
-        own = native(router, args)[2]
-        return logits, weights * (ids[..., None] == own[..., None, :]).any(-1), ids
-
-
 class WithinGroups(Adapter, fails="group-limit"):
     family = "deepseek_v3"
 
@@ -125,23 +94,9 @@ class WithinGroups(Adapter, fails="group-limit"):
         return with_ids(trace, np.where(spanned > self.groups.live, np.arange(trace.spec.top_k), trace.expert_ids_NLK))
 
 
-class DetachedGates(Adapter, fails="router-gradient"):
-    def output(self, handle, layer, router, args, output):
-        logits, weights, ids = output
-        return logits, weights.detach(), ids
-
-
 class MasksDropped(Adapter, fails="masks-followed"):
     def score(self, logits, targets, masks):
         return logits.log_softmax(-1).gather(-1, targets[:, None])[:, 0]
-
-
-class MasksWithoutGradient(Adapter, fails="masks-followed"):
-    """A value on the sets with the gradient of all tokens."""
-
-    def score(self, logits, targets, masks):
-        of_all = MasksDropped.score(self, logits, targets, masks)
-        return super().score(logits, targets, masks).detach() + of_all - of_all.detach()
 
 
 class MasksMended(Adapter, fails="masks-refused"):
@@ -162,11 +117,6 @@ class Sparse(Adapter):
 
     family = "deepseek_v32"
     checks = ("routes-followed", "indexers-followed", "indexers-recorded", "indexers-refused")
-
-
-class ChoicesOfTheLayerBefore(Sparse, fails="indexers-followed"):
-    def rows(self, trace):
-        return changed_sets(trace, lambda sets_ND: np.roll(sets_ND, 1, axis=1))
 
 
 class ChoicesForgottenInRecomputation(Sparse, fails="indexers-followed"):
@@ -200,19 +150,3 @@ class ChoicesMended(Sparse, fails="indexers-refused"):
                 trace = trace.without_streams()
         with super().session(handle, trace, **options):
             yield
-
-
-def changed_sets(trace, change):
-    """With other choices of indexers, which are given as an array of sets."""
-    stream = trace.streams.get("indexer")
-    if stream is None:
-        return trace
-    sets_ND = np.empty(stream.counts_ND.shape, object)
-    for place, (start, stop) in enumerate(pairwise(stream.offsets)):
-        sets_ND.flat[place] = stream.ids[start:stop]
-    sets_ND = change(sets_ND)
-    counts = np.array([len(each) for each in sets_ND.flat]).reshape(sets_ND.shape)
-    ids = np.concatenate(list(sets_ND.flat))
-    return trace.with_stream(
-        "indexer", DecisionStream.from_sets(stream.num_choices, stream.valid_N, counts, ids, layers=stream.layers)
-    )

@@ -9,35 +9,37 @@ import torch
 from foreroute import concatenate
 from foreroute.conformance import Fault
 from foreroute.errors import ReplayError
-from tests.conformance.breaking import Adapter, Handle, Model, filled, native, with_ids
+from tests.conformance.breaking import Adapter, Handle, Model, broken, filled, with_ids
 
 
-class RecomputesWithTheLatest(Adapter, fails="recompute-order"):
-    def backward(self, model, step):
-        stale = step.trace is not model.latest
-        step.under(model.latest) if stale else step.right()
-
-    def forward(self, model, batch, grad):
-        if grad:
-            model.latest = model.session_trace
-        return super().forward(model, batch, grad)
+def narrowest(ids):
+    """In the width of the data, and not of the model."""
+    return ids.astype(np.uint8) if ids.max() < 256 else ids
 
 
-class NativeAfterTheSession(Adapter, fails="backward-outside-session"):
-    def backward(self, model, step):
-        step.under(None) if model.session_trace is None and step.trace is not None else step.right()
+OF_BACKWARDS = {
+    "backward-outside-session": lambda model, step: model.session_trace is None and step.trace is not None,
+    "selective-checkpoint": lambda model, step: model.case.selective,
+    "compiled-layers": lambda model, step: model.case.compiled,
+}
+"""By check, when backward recomputes natively."""
+OF_RECORDINGS = {
+    "recording-faithful": lambda handle, trace: with_ids(trace, np.roll(trace.expert_ids_NLK, 1, axis=0)),
+    "recorded-once": lambda handle, trace: concatenate([trace, trace]) if handle.model.backwards else trace,
+    "int-width": lambda handle, trace: replace(trace, expert_ids_NLK=narrowest(trace.expert_ids_NLK)),
+}
+"""By check, what is recorded instead."""
 
-
-class NativeInSelectiveCheckpoints(Adapter, fails="selective-checkpoint"):
-    def backward(self, model, step):
-        step.under(None) if model.case.selective else step.right()
-
-
-class NativeInCompiledLayers(Adapter, fails="compiled-layers"):
-    compiles = True
-
-    def backward(self, model, step):
-        step.under(None) if model.case.compiled else step.right()
+for check, is_native in OF_BACKWARDS.items():
+    broken(
+        check,
+        compiles=check == "compiled-layers",
+        backward=lambda self, model, step, is_native=is_native: (
+            step.under(None) if is_native(model, step) else step.right()
+        ),
+    )
+for check, change in OF_RECORDINGS.items():
+    broken(check, recorded=lambda self, handle, trace, change=change: change(handle, trace))
 
 
 class ForwardsQueueRows(Adapter, fails="forward-only-residue"):
@@ -72,41 +74,6 @@ class ReplaysInEveryModel(Adapter, fails="reference-untouched"):
             yield
 
 
-class OneRegistry(Adapter, fails="second-model"):
-    live = None
-
-    def attach(self, model):
-        handle = super().attach(model)
-        self.live = handle if self.live is None or self.live.model.session_trace is not None else self.live
-        return handle
-
-    @contextmanager
-    def session(self, handle, trace, **options):
-        nested = self.live is not None and self.live.model.session_trace is not None
-        self.live = self.live if nested else handle
-        with super().session(handle, trace, **options):
-            yield
-
-    def output(self, handle, layer, router, args, output):
-        in_session = handle.model.session_trace is not None
-        return native(router, args) if in_session and self.live is not handle else output
-
-
-class EndsTheNewest(Adapter, fails="second-model"):
-    newest = None
-
-    def attach(self, model):
-        self.newest = super().attach(model)
-        return self.newest
-
-    @contextmanager
-    def session(self, handle, trace, **options):
-        with ExitStack() as stack:
-            stack.enter_context(super().session(handle, trace, **options))
-            yield
-            handle.open = stack.pop_all() if self.newest is not handle else None
-
-
 class LeftOn(Adapter, fails="model-restored"):
     @contextmanager
     def session(self, handle, trace, **options):
@@ -135,31 +102,6 @@ class NoFinally(Adapter, fails="exception-safety"):
         handle.open = session  # kept alive, as an attribute of a model would be
         yield
         session.__exit__(None, None, None)
-
-
-class RecordsShifted(Adapter, fails="recording-faithful"):
-    def recorded(self, handle, trace):
-        return with_ids(trace, np.roll(trace.expert_ids_NLK, 1, axis=0))
-
-
-class RecordsRecomputation(Adapter, fails="recorded-once"):
-    def recorded(self, handle, trace):
-        return concatenate([trace, trace]) if handle.model.backwards else trace
-
-
-class WidthOfTheData(Adapter, fails="int-width"):
-    def recorded(self, handle, trace):
-        ids = trace.expert_ids_NLK
-        return replace(trace, expert_ids_NLK=ids.astype(np.uint8)) if ids.max() < 256 else trace
-
-
-class SkipsFusedRouters(Adapter, fails="fused-bypass"):
-    @contextmanager
-    def session(self, handle, trace, **options):
-        with ExitStack() as stack:
-            if handle.model.injected is not Fault.FUSED_ROUTER:
-                stack.enter_context(super().session(handle, trace, **options))
-            yield
 
 
 class FindsTheOrphans(Adapter, fails="orphan-routers"):
@@ -215,40 +157,3 @@ class TakesDuplicates(BelievesEverything, fails="duplicates-refused"):
 class TakesPhysicalIds(BelievesEverything, fails="range-refused"):
     def spoiled(self, spec, ids):
         return ids.max() >= spec.num_experts
-
-
-class TakesStaleRoutes(Adapter, fails="stale-refused"):
-    @contextmanager
-    def session(self, handle, trace, weight_version=None):
-        with super().session(handle, trace):
-            yield
-
-
-class TakesOtherLayers(Adapter, fails="other-model-refused"):
-    def rows(self, trace):
-        first = self.good.attach(self.good.build(self.case)).spec if trace.spec.layers[0].index == 1 else None
-        return trace if first is None else replace(trace, spec=replace(trace.spec, layers=first.layers))
-
-    def build(self, case):
-        self.case = case
-        return super().build(case)
-
-
-class TakesOtherTokens(Adapter, fails="other-tokens-refused"):
-    def forward(self, model, batch, grad):
-        trace = model.session_trace
-        if trace is not None and (len(trace), trace.num_rows) == (len(batch.sequences), batch.lengths.sum()):
-            trace.token_ids_N[:] = np.concatenate(batch.sequences)
-        return super().forward(model, batch, grad)
-
-
-class TakesEmptySessions(Adapter, fails="empty-session-refused"):
-    @contextmanager
-    def session(self, handle, trace, **options):
-        before = handle.model.forwards
-        try:
-            with super().session(handle, trace, **options):
-                yield
-        except ReplayError:
-            if handle.model.forwards > before:
-                raise

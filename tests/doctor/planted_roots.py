@@ -14,18 +14,12 @@ from foreroute.trace import RoutingTrace
 EXPERTS, PICKS, VOCABULARY = 16, 4, 256
 COMMON = {"vocab_size": VOCABULARY, "hidden_size": 64, "num_experts_per_tok": PICKS, "max_position_embeddings": 512}
 HEADS = {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16}
-LATENT = {"kv_lora_rank": 32, "q_lora_rank": 32, "qk_nope_head_dim": 16, "qk_rope_head_dim": 16, "v_head_dim": 16}
-GROUPS = {"n_group": 1, "topk_group": 1, "first_k_dense_replace": 0, "n_shared_experts": 1, "intermediate_size": 64}
 SIZES = {
     "qwen3_moe": {"num_experts": EXPERTS, "moe_intermediate_size": 32, "norm_topk_prob": True} | HEADS,
-    "deepseek_v3": {"n_routed_experts": EXPERTS, "moe_intermediate_size": 32, "num_attention_heads": 4}
-    | {"num_key_value_heads": 4}
-    | LATENT
-    | GROUPS,
     "gpt_oss": {"num_local_experts": EXPERTS, "intermediate_size": 32} | HEADS,
 }
-"""By a softmax, by sigmoids with a bias, and by logits."""
-SPREAD = {"qwen3_moe": 0.1, "deepseek_v3": 0.05, "gpt_oss": 0.05}
+"""By a softmax, and by logits."""
+SPREAD = {"qwen3_moe": 0.1, "gpt_oss": 0.05}
 
 
 @functools.cache
@@ -67,9 +61,7 @@ def rollout(model, precision, *, plant=False, noisy=None, sequences=8, length=48
             layer = int(torch.randint(0, ids_BTLK.shape[2], (), generator=draw))
             row = ids_BTLK[b, t, layer].clone()
             others = [expert for expert in range(EXPERTS) if expert not in row.tolist()]
-            row[int(torch.randint(0, PICKS, (), generator=draw))] = others[
-                int(torch.randint(0, len(others), (), generator=draw))
-            ]
+            row[0] = others[int(torch.randint(0, len(others), (), generator=draw))]
             forced[b, t, layer] = row
             places.append((t, layer))
         logprobs_BTV, ids_BTLK = run(forced)

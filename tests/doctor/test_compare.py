@@ -1,23 +1,17 @@
 """`fr.compare` on arrays: figures beside those of loops, errors beside a bootstrap and the truth, defects by name."""
 
 import math
-from dataclasses import replace
 
 import numpy as np
 import pytest
-import torch
 
 import foreroute as fr
 from foreroute.doctor import Evidence, Severity, diagnose
 from foreroute.doctor.comparison import standard_error
 from foreroute.doctor.evidence import TrainerPass
-from foreroute.errors import InputError, TraceContentError
-from foreroute.mismatch import root_mismatch, routing_mismatch, split_k3, token_mismatch
-from foreroute.mismatch.measures import as_traces
-from foreroute.testing.routes import synthetic_trace
+from foreroute.errors import InputError
+from foreroute.mismatch import routing_mismatch, token_mismatch
 from tests.mismatch import planted_defects as planted
-from tests.tiers import grid
-from tests.traces import picks_of, uneven_trace
 
 
 def logprobs(seed, *, off=0.05, shape=(40, 30)):
@@ -53,113 +47,29 @@ def test_the_figures_are_those_of_the_measures():
         assert [found[prefix + name] for name in names] == expected
     assert found["gain"] == found["k3"] / found["replayed/k3"]
     of_sequence = [token_mismatch(trainer[s], engine[s], mask=mask[s]) for s in range(len(mask))]
-    sums, counts = [each.k3 * each.count for each in of_sequence], [each.count for each in of_sequence]
-    assert compared.errors["k3"] == pytest.approx(standard_error(sums, counts))
+    apart = [each.count * (each.k3 - found["k3"]) for each in of_sequence]
+    error = np.std(apart, ddof=1) * math.sqrt(len(mask)) / mask.sum()  # of a ratio of sums over sequences
+    assert compared.errors["k3"] == pytest.approx(error, rel=1e-6)
     by_row = routing_mismatch(given["engine_routes"], given["trainer_routes"], mask=given["attention_mask"])
     assert (found["routed_rows"], found["differing_share"]) == (by_row.rows, by_row.differing_share)
     assert found["differing_tokens_share"] == by_row.differing_tokens_share
     assert found["overlap"] == pytest.approx(by_row.overlap_L.mean())
 
 
-def test_roots_and_the_parts_of_k3_are_those_of_the_measures():
-    trainer, engine, mask = logprobs(0)
-    replayed = (trainer + 2 * engine) / 3
-    given, spec = routes(0)
-    own, theirs, attended = given.values()
-    would = np.where(np.random.default_rng(0).random((*own.shape[:3], 1)) < 0.7, theirs, own)
-    deficits = np.random.default_rng(1).random(own.shape[:3])
-    beside = {"replayed_logprobs": replayed, "replayed_routes": would, "deficits": deficits}
-    found = fr.compare(trainer, engine, mask, **given, **beside)
-    split = split_k3(*(each[mask] for each in (trainer, replayed, engine)))
-    assert (found.metrics["k3/routing"], found.metrics["k3/rest"]) == (split.routing, split.rest)
-    traces = [as_traces(each, theirs, attended, spec)[0] for each in (theirs, would, own)]
-    roots = root_mismatch(*traces, deficits_NL=deficits[attended.astype(bool)])
-    assert found.metrics["roots_share"] == roots.share
-    assert found.metrics["consequences_share"] == roots.consequences_share > 0
-    assert {"roots_share", "consequences_share"} <= found.errors.keys()
-    assert found.diagnosis.measures.roots.worst == roots.worst
-    without = {name: beside[name] for name in ("replayed_routes", "deficits")}
-    every = fr.compare([-1.0], [-1.0], trainer_routes=own, engine_routes=theirs, **without)
-    assert every.metrics["roots_share"] > 0, "without a mask every position counts"
-    for wrong in ({"deficits": deficits}, without, {**given, "replayed_routes": would, "deficits": deficits[:1]}):
-        with pytest.raises(InputError, match=r"deficits|trainer_routes and engine_routes"):
-            fr.compare(trainer, engine, mask, **wrong)
-
-
-@pytest.mark.parametrize("kind", [torch.float32, torch.bfloat16, torch.float16])
-def test_tensors_have_the_figures_of_their_arrays(kind):
-    trainer, engine, mask = (torch.from_numpy(each) for each in logprobs(1))
-    trainer, engine = trainer.to(kind).requires_grad_(), engine.to(kind)
-    given, _ = routes(1)
-    tensors = {name: torch.from_numpy(each).long() for name, each in given.items()}
-    found = fr.compare(trainer, engine, mask.float(), **tensors)
-    arrays = fr.compare(trainer.detach().double().numpy(), engine.double().numpy(), mask.numpy(), **given)
-    assert (found.metrics, found.errors) == (arrays.metrics, arrays.errors)
-    assert all(type(value) is float for value in [*found.metrics.values(), *found.errors.values()])
-    assert found.errors.keys() < found.metrics.keys()
-
-
 @pytest.mark.slow
-def test_the_errors_are_those_of_a_bootstrap_over_sequences():
-    trainer, engine, mask = logprobs(2, off=0.3, shape=(200, 30))
-    given, _ = routes(2)
-    many = np.random.default_rng(0).integers(0, len(given["attention_mask"]), 150)  # sequences enough to draw from
-    given = {name: each[many] for name, each in given.items()}
-    own, theirs, attended = given.values()
-    errors = fr.compare(trainer, engine, mask, **given).errors
-    by_token = [token_mismatch(trainer[s], engine[s], mask=mask[s]) for s in range(len(trainer))]
-    by_row = [routing_mismatch(theirs[s : s + 1], own[s : s + 1], mask=attended[s : s + 1]) for s in range(len(many))]
-    figures = [(each.count, each.k3, each.f(1.5), each.f(2.0)) for each in by_token]
-    figures_of_routes = [
-        (each.rows, each.differing_share, each.differing_tokens_share, each.overlap_L.mean()) for each in by_row
-    ]
-    rng, drawn = np.random.default_rng(1), []
-    for _ in range(500):
-        means = [np.array(each)[rng.integers(0, len(each), len(each))].T for each in (figures, figures_of_routes)]
-        drawn.append([np.average(values, weights=weights) for weights, *rest in means for values in rest])
-    assert [*errors] == ["k3", "f1.5", "f2", "differing_share", "differing_tokens_share", "overlap"]
-    assert [*errors.values()] == pytest.approx(np.std(drawn, axis=0, ddof=1), rel=0.15)
-
-
-def k3_terms(rng, of_token):
-    """k3 where log-ratios have a normal part in common and one of their own: log r ~ N(0, v), of mean exp(v/2) - 1."""
-    log_r = rng.normal(0, 0.3, of_token[-1] + 1)[of_token] + rng.normal(0, 0.2, len(of_token))
-    return np.expm1(log_r) - log_r, math.exp((0.3**2 + 0.2**2) / 2) - 1
-
-
-def shares(rng, of_token):
-    """Tokens that differ, at a rate of their sequence with a mean of 0.2."""
-    return rng.random(len(of_token)) < rng.beta(1, 4, of_token[-1] + 1)[of_token], 0.2
-
-
-@grid(
-    ("draw", "sequences", "least"),
-    [(shares, 32, 0.91), (shares, 128, 0.93), (k3_terms, 32, 0.85), (k3_terms, 128, 0.89), (k3_terms, 512, 0.915)],
-    quick=2,
-)
-def test_two_standard_errors_cover_the_truth_where_tokens_depend_on_their_sequence(draw, sequences, least):
-    """In 95 % of cases with many sequences; k3 is skewed and needs more of them. Errors that take tokens for
-    independent do not cover it."""
-    rng, covered, by_token = np.random.default_rng(0), 0, 0
+def test_two_standard_errors_cover_the_truth_where_tokens_depend_on_their_sequence():
+    """In 95 % of cases, and of k3, which is skewed, in 92 %."""
+    rng, covered = np.random.default_rng(0), np.zeros(2)
     for _ in range(1000):
-        counts = rng.integers(1, 40, sequences)
-        of_token = np.repeat(np.arange(sequences), counts)
-        terms, truth = draw(rng, of_token)
-        off = abs(terms.mean() - truth)
-        covered += off < 1.96 * standard_error(np.bincount(of_token, terms), counts)
-        by_token += off < 1.96 * terms.std(ddof=1) / len(terms) ** 0.5
-    assert least <= covered / 1000 <= 0.97
-    assert by_token / 1000 < 0.75
-
-
-def test_a_standard_error_by_hand_and_of_too_little():
-    """Sequences of one length: the standard error of a mean."""
-    sums = np.array([1.0, 4.0, 2.5, 0.5])
-    by_hand = np.std(sums / 10, ddof=1) / math.sqrt(4)
-    assert standard_error(sums, np.full(4, 10)) == pytest.approx(by_hand)
-    assert standard_error([*sums, 0, 0], [*np.full(4, 10), 0, 0]) == pytest.approx(by_hand), "empty ones tell nothing"
-    for few in ([], [1.0], [1.0, 0.0]):
-        assert math.isnan(standard_error(few, np.array(few) > 0))
+        counts = rng.integers(1, 40, 128)
+        of_token = np.repeat(np.arange(128), counts)
+        share = rng.random(len(of_token)) < rng.beta(1, 4, 128)[of_token]
+        log_r = rng.normal(0, 0.3, 128)[of_token] + rng.normal(0, 0.2, len(of_token))  # k3 of mean exp(v / 2) - 1
+        for number, (terms, truth) in enumerate([(share, 0.2), (np.expm1(log_r) - log_r, math.expm1(0.13 / 2))]):
+            error = standard_error(np.bincount(of_token, terms), counts)
+            covered[number] += abs(terms.mean() - truth) < 1.96 * error
+    assert (np.array([0.93, 0.89]) <= covered / 1000).all()
+    assert (covered / 1000 <= 0.97).all()
 
 
 def test_tokens_of_unknown_sequences_have_figures_and_no_errors():
@@ -172,40 +82,14 @@ def test_tokens_of_unknown_sequences_have_figures_and_no_errors():
     assert all(math.isnan(error) for error in masked.errors.values()), "a token is no sequence"
 
 
-@pytest.mark.parametrize(
-    ("plant", "words"), [(planted.shift, "is shifted by"), (planted.physical_ids, "calls the experts by other ids")]
-)
-def test_a_defect_of_routes_is_named_from_arrays_alone(plant, words):
-    given, spec = routes(7, plant)
+def test_a_defect_of_routes_is_named_from_arrays_alone():
+    given, spec = routes(7, planted.shift)
     trainer, engine, mask = logprobs(4)
     for of_model in (None, spec):
         found = fr.compare(trainer, engine, mask, **given, spec=of_model).diagnosis
-        assert found.headline.startswith(f"Fix this first: The engine's trace {words}"), found.headline
+        assert found.headline.startswith("Fix this first: The engine's trace is shifted by"), found.headline
     fine = fr.compare(trainer, engine, mask, **routes(7)[0]).diagnosis
     assert fine.worst < Severity.PROBLEM, fine.headline
-
-
-def test_layers_of_arrays_are_named_by_the_model_or_by_their_place():
-    """Dense layers may stand before the first row of the layer axis: only the model tells."""
-    trainer, engine, mask = logprobs(4)
-    own = np.tile(np.arange(2), (1, 12, 3, 1))
-    theirs = own.copy()
-    theirs[0, 5, 1] = [0, 2]
-    spec = fr.RoutingSpec(8, 2, (fr.RoutedLayer(1), fr.RoutedLayer(2), fr.RoutedLayer(4)))
-    traces = [fr.RoutingTrace.from_padded(spec, np.ones((1, 12), int), ids) for ids in (own, theirs)]
-    for pair, given, name in (
-        ((own, theirs), {}, "routed layer 1"),
-        ((own, theirs), {"spec": spec}, "decoder 2"),
-        (traces, {}, "decoder 2"),
-        (traces, {"spec": spec}, "decoder 2"),
-    ):
-        found = fr.compare(trainer, engine, mask, trainer_routes=pair[0], engine_routes=pair[1], **given)
-        told = [each.sentence for each in found.diagnosis.findings if "the first layer that differs" in each.sentence]
-        assert told[0].endswith(f"is {name}. All sequences agree before position 5."), told
-    twice = theirs.copy()
-    twice[0, 3, 2] = 0
-    with pytest.raises(TraceContentError, match="position 3, routed layer 2"):
-        fr.compare(trainer, engine, mask, trainer_routes=own, engine_routes=twice)
 
 
 def moved(logprobs, tokens):
@@ -217,19 +101,17 @@ def moved(logprobs, tokens):
 
 
 @pytest.mark.parametrize("tokens", [1, -1])
-@pytest.mark.parametrize("replayed", [True, False])
-def test_log_probs_of_the_neighbouring_token_are_named(tokens, replayed):
+def test_log_probs_of_the_neighbouring_token_are_named(tokens):
     trainer, engine, _ = logprobs(8)
     trainer, engine, mask = (np.nan_to_num(trainer, nan=-1.0), np.nan_to_num(engine, nan=-1.0), np.ones((40, 30)))
     mask[::3, 20:] = 0
-    more = {"replayed_logprobs": trainer} if replayed else {}
-    found = fr.compare(trainer, moved(engine, tokens), mask, **more).diagnosis
+    found = fr.compare(trainer, moved(engine, tokens), mask, replayed_logprobs=trainer).diagnosis
     assert found.headline.startswith(
         f"Fix this first: The engine's log-probs are shifted by {tokens:+d} token: that of "
     )
     assert not any("Causes can be" in finding.sentence for finding in found.findings)
     for fine in (engine, moved(engine, 7)):  # which is no shift that is looked for
-        straight = fr.compare(trainer, fine, mask, **more).diagnosis
+        straight = fr.compare(trainer, fine, mask, replayed_logprobs=trainer).diagnosis
         assert "shifted" not in straight.headline
 
 
@@ -257,7 +139,7 @@ def test_log_probs_of_other_sequences_are_named(packed):
 
 def test_log_probs_that_are_apart_are_not_called_those_of_other_sequences():
     """Of engines with nothing in common, of tokens in another order, and of noise."""
-    for seed in range(60):
+    for seed in range(30):
         rng = np.random.default_rng(seed)
         lengths = rng.integers(4, 24, rng.integers(2, 60))
         own = -rng.exponential(1.0, lengths.sum()) * (rng.random(lengths.sum()) < rng.choice([0.3, 1]))
@@ -266,36 +148,6 @@ def test_log_probs_that_are_apart_are_not_called_those_of_other_sequences():
             engine_logprobs_R=unlike[seed % 3], response_lengths_S=lengths, native=TrainerPass(None, own)
         )
         assert diagnose(evidence).measures.order is None
-
-
-def test_one_token_that_replay_sets_apart_is_no_harm_and_many_are():
-    trainer, engine, mask = logprobs(11, off=0.01, shape=(4, 20))
-    one, many = trainer.copy(), trainer.copy()
-    one[tuple(np.argwhere(mask)[0])] -= 2.0
-    many[mask] = np.minimum(many[mask] + np.random.default_rng(0).normal(0, 0.1, mask.sum()), 0)
-    chance, harm = (fr.compare(trainer, engine, mask, replayed_logprobs=each) for each in (one, many))
-    assert chance.metrics["gain"] < harm.metrics["gain"] < 1 / 1.5
-    assert chance.diagnosis.headline.startswith("Replay is seen neither to help nor to harm: k3 rises by no more than")
-    assert chance.diagnosis.worst == Severity.NOTE
-    assert harm.diagnosis.headline.startswith("Fix this first: Replaying this trace makes it worse by a factor of")
-
-
-def test_where_one_token_makes_the_difference_it_is_little_over_these_tokens_alone():
-    trainer, engine, mask = logprobs(11, off=0.01, shape=(4, 20))
-    worst, one = np.unravel_index(np.abs(np.where(mask, trainer - engine, 0)).argmax(), mask.shape), trainer.copy()
-    one[worst] = engine[worst]
-    few, same = (fr.compare(trainer, engine, mask, replayed_logprobs=each).diagnosis for each in (one, trainer))
-    assert few.headline.startswith("R3 makes little difference over these tokens: k3 goes from")
-    assert any(finding.advice.startswith("Measure more sequences") for finding in few.findings)
-    assert same.headline.startswith("R3 makes little difference here: k3 goes from")
-
-
-def test_what_routes_exclude_is_not_called_a_cause():
-    trainer, engine, mask = logprobs(9, off=0.3)
-    sides = (fr.compare(trainer, engine, mask, replayed_logprobs=trainer, **routes(9, rate=r)[0]) for r in (0.1, 0.5))
-    alike, other = (" ".join(finding.sentence for finding in each.diagnosis.findings) for each in sides)
-    assert "other weights and another prompt are unlikely" in alike
-    assert "Causes can be FP8, other weights" in other
 
 
 def test_traces_have_the_figures_of_their_arrays_and_may_come_in_another_order():
@@ -312,28 +164,13 @@ def test_traces_have_the_figures_of_their_arrays_and_may_come_in_another_order()
     assert found.metrics["overlap"] == traces.metrics["overlap"]
     assert math.isnan(found.errors["overlap"])
     assert "in another order" in found.diagnosis.headline
-    with pytest.raises(InputError):
-        fr.compare(trainer, engine, mask, trainer_routes=own, engine_routes=other)
-    with pytest.raises(InputError, match="attention_mask="):
-        fr.compare(trainer, engine, mask, trainer_routes=own, engine_routes=theirs, attention_mask=attended)
-
-
-def test_it_is_shown_with_headline_figures_and_errors():
-    shown = str(fr.compare(*logprobs(5)))
-    assert shown.startswith("Trainer and engine are apart by k3 ")
-    assert any(line.startswith("k3  0.00") and " ± " in line for line in shown.split("\n"))
-    assert "max_abs_log_ratio  0." in shown
 
 
 @pytest.mark.parametrize(
     ("changed", "message"),
     [
         ({"mask": None}, r"log-probs of the trainer are float64 of shape \(40, 30\).*with mask="),
-        ({"mask": np.ones((40, 29))}, r"with a mask of \(40, 29\)"),
-        ({"engine_logprobs": np.zeros((40, 29))}, r"log-probs of the engine are float64 of shape \(40, 29\)"),
         ({"replayed_logprobs": np.zeros(3)}, r"under replay are float64 of shape \(3,\)"),
-        ({"engine_logprobs": np.ones((40, 30))}, "the engine hold 1.0; expected finite numbers up to 0"),
-        ({"trainer_routes": None}, "routes are given of one side"),
         ({"engine_routes": None}, "routes are given of one side"),
         ({"engine_routes": np.zeros((2, 2))}, r"expected \[B, T, layers, picks\] of both"),
         ({"mask": np.zeros((40, 30)), "trainer_routes": None, "engine_routes": None}, "there is nothing to compare"),
@@ -346,26 +183,3 @@ def test_what_cannot_be_compared_is_refused(changed, message):
     assert fr.compare(**good).metrics["routed_rows"] > 0
     with pytest.raises(InputError, match=message):
         fr.compare(**{**good, **changed})
-
-
-def test_layers_with_other_picks_are_compared_by_their_picks():
-    trainer, engine, mask = logprobs(3)
-    spec = uneven_trace(0).spec
-    sides = [synthetic_trace(spec, [9, 6, 4] * 3, seed=seed) for seed in (0, 1)]
-    sides[1] = replace(sides[1], token_ids_N=sides[0].token_ids_N)
-    rows = [
-        (set(x), set(y)) for a, b in zip(*map(picks_of, sides), strict=True) if a for x, y in zip(a, b, strict=True)
-    ]
-    own, theirs = (side.to_padded() for side in sides)
-    arrays = {"trainer_routes": own.expert_ids_BTLK, "engine_routes": theirs.expert_ids_BTLK}
-    for given in (
-        {**arrays, "attention_mask": own.attention_mask_BT, "spec": spec},
-        {"trainer_routes": sides[0], "engine_routes": sides[1]},
-    ):
-        found = fr.compare(trainer, engine, mask, **given)
-        assert found.metrics["differing_share"] == pytest.approx(np.mean([a != b for a, b in rows]))
-        shared, picks = sum(len(a & b) for a, b in rows), sum(len(a) for a, _ in rows)
-        assert found.metrics["overlap"] == pytest.approx(shared / picks)
-        assert 0 < found.errors["overlap"] < 0.1
-    with pytest.raises(TraceContentError):
-        fr.compare(trainer, engine, mask, **arrays, attention_mask=own.attention_mask_BT)

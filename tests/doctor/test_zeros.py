@@ -1,14 +1,10 @@
 """Log-probs of exactly 0, which nobody filled in: named with their sequences, and not taken for another cause."""
 
-from dataclasses import replace
-
 import numpy as np
 import pytest
 
 import foreroute as fr
-from foreroute.doctor import Evidence, Severity, diagnose
-from foreroute.doctor.evidence import Rescored, TrainerPass
-from tests.tiers import grid
+from foreroute.doctor import Severity
 
 
 def both(seed, *, peak=0.0, shape=(8, 64)):
@@ -30,16 +26,13 @@ def told(found):
 
 UNFILLED = {
     "one sequence": (np.s_[3], "64 response tokens of 1 sequence (3)"),
-    "several": (np.s_[[1, 4, 6]], "192 response tokens of 3 sequences (1, 4, 6)"),
     "a stretch": (np.s_[5, 20:50], "30 response tokens of 1 sequence (5)"),
-    "ends": (np.s_[2:4, 40:], "48 response tokens of 2 sequences (2, 3)"),
-    "most": (np.s_[1:], "448 response tokens of 7 sequences (1, 2, 3, 4, 5, 6, 7)"),
     "all": (np.s_[:], "512 response tokens of 8 sequences (0, 1, 2, 3, 4, 5, 6, 7)"),
 }
 
 
 @pytest.mark.parametrize("side", ["engine", "trainer", "replayed"])
-@grid("name", UNFILLED, quick=2)
+@pytest.mark.parametrize("name", UNFILLED)
 def test_unfilled_log_probs_are_named_with_their_sequences(name, side):
     where, words = UNFILLED[name]
     trainer, engine = both(0)
@@ -53,26 +46,7 @@ def test_unfilled_log_probs_are_named_with_their_sequences(name, side):
     assert found.diagnosis.headline.startswith(f"Fix this first: {zeros[0]}")
 
 
-@pytest.mark.parametrize("peak", [0.0, 0.5])
-def test_tokens_of_unknown_sequences_are_counted(peak):
-    """Zeros of a peaked policy that are right may stand on both sides of the stretch, and count with it."""
-    trainer, engine = (each.reshape(-1) for each in both(1, peak=peak))
-    engine[100:164] = 0
-    zeros, _ = told(fr.compare(trainer, engine).diagnosis)
-    assert zeros[0].startswith("The engine has log-probs of exactly 0, probability 1, for ")
-    assert 64 <= fr.compare(trainer, engine).diagnosis.measures.zeros[0].count <= 64 + 8 * (peak > 0)
-
-
-def test_short_sequences_without_log_probs_are_named_together():
-    trainer, engine = both(2, shape=(30, 2))
-    engine[::3] = 0
-    found = fr.compare(trainer, engine, np.ones_like(engine)).diagnosis
-    # one in which the trainer gives both tokens more than one half does not tell
-    assert set(found.measures.zeros[0].sequences) <= set(range(0, 30, 3))
-    assert len(found.measures.zeros[0].sequences) >= 4
-
-
-@grid("seed", range(40), quick=8)
+@pytest.mark.parametrize("seed", range(4))
 def test_a_peaked_policy_is_not_accused(seed):
     """Many of its log-probs are 0 in float32, nearly 0 on the other side; and one token is far off, as of a flipped
     route, in the middle of them."""
@@ -87,30 +61,13 @@ def test_a_peaked_policy_is_not_accused(seed):
     assert (told(greedy)[0], greedy.worst) == ([], Severity.NOTE)
 
 
-def test_zeros_of_a_low_temperature_are_its_own():
-    """The trainer, read at that temperature, does not deny them, nor an engine of zeros alone; at its own it does."""
-    trainer, _ = both(3)
-    sharp = np.where(trainer > -1.0, 0.0, trainer / 50)
-    evidence = Evidence(
-        engine_logprobs_R=sharp.reshape(-1),
-        native=TrainerPass(None, trainer.reshape(-1)),
-        replayed=TrainerPass(None, trainer.reshape(-1)),
-        rescored=(Rescored(0.1, False, sharp.reshape(-1)), Rescored(1.0, False, trainer.reshape(-1))),
-    )
-    found = diagnose(evidence)
-    assert (told(found)[0], "fit a temperature of 0.1" in found.headline) == ([], True)
-    greedy = diagnose(replace(evidence, engine_logprobs_R=np.zeros(trainer.size)))
-    assert (told(greedy)[0], "fit a temperature of 0.1" in greedy.headline) == ([], True)
-    assert "has log-probs of exactly 0" in diagnose(replace(evidence, rescored=())).headline
-
-
-def drawn(seed, kept, *, sharpness=3.0, sequences=16, length=64, vocabulary=40, dtype=np.float32):
+def drawn(seed, kept, *, sharpness=3.0, sequences=16, length=64, vocabulary=40):
     """Tokens drawn from what `kept` leaves of softmaxes, and their log-probs by a trainer and by the engine."""
     rng = np.random.default_rng(seed)
-    logits = rng.normal(0, sharpness, (sequences, length, vocabulary)).astype(dtype).astype(np.float32)
-    scores = logits - np.logaddexp.reduce(logits, axis=-1, keepdims=True).astype(dtype).astype(np.float32)
+    logits = rng.normal(0, sharpness, (sequences, length, vocabulary)).astype(np.float32)
+    scores = logits - np.logaddexp.reduce(logits, axis=-1, keepdims=True).astype(np.float32)
     left = np.where(kept(np.exp(scores)), scores, -np.inf)
-    left = (left - np.logaddexp.reduce(left, axis=-1, keepdims=True)).astype(dtype).astype(np.float32)
+    left = (left - np.logaddexp.reduce(left, axis=-1, keepdims=True)).astype(np.float32)
     tokens = (left + rng.gumbel(size=left.shape)).argmax(axis=-1)[..., None]
     return tuple(np.minimum(np.take_along_axis(each, tokens, -1)[..., 0], 0) for each in (scores, left))
 
@@ -120,8 +77,7 @@ def top_p(most):
     return lambda p: (np.where(p[..., None, :] > p[..., :, None], p[..., None, :], 0).sum(-1)) < most
 
 
-@pytest.mark.parametrize("most", [0.5, 0.7, 0.9, 0.95])
-@grid("sharpness", [3.0, 6.0, 10.0], quick=1)
+@pytest.mark.parametrize(("most", "sharpness"), [(0.5, 3.0), (0.9, 10.0)])
 def test_truncated_sampling_is_told_and_its_zeros_are_not_accused(most, sharpness):
     """Where one token is left to draw from, the engine's log-prob is exactly 0; the other tokens tell of the cut."""
     trainer, engine = drawn(0, top_p(most), sharpness=sharpness)
@@ -129,32 +85,5 @@ def test_truncated_sampling_is_told_and_its_zeros_are_not_accused(most, sharpnes
     found = fr.compare(trainer, engine, np.ones_like(engine)).diagnosis
     assert told(found)[0] == []
     assert "fewer tokens" in found.headline
-
-
-@grid("dtype", [np.float32, np.float16], quick=2)
-@grid("sharpness", [3.0, 10.0, 40.0], quick=2)
-def test_whole_softmaxes_of_any_sharpness_have_no_cause_named(dtype, sharpness):
-    trainer, engine = drawn(1, lambda p: p >= 0, sharpness=sharpness, dtype=dtype)
-    found = fr.compare(trainer, engine, np.ones_like(engine)).diagnosis
-    assert told(found) == ([], [])
-
-
-def test_unfilled_log_probs_of_a_sure_policy_are_no_truncated_sampling():
-    """Its tokens all have more than one half, so that nothing denies the zeros: nothing is made of them either."""
-    rng = np.random.default_rng(5)
-    trainer = -rng.uniform(0, 0.4, (8, 64))
-    engine = trainer * (1 + rng.normal(0, 0.01, trainer.shape))
-    engine[::2] = 0
-    assert told(fr.compare(trainer, engine, np.ones_like(engine)).diagnosis) == ([], [])
-
-
-def test_left_out_tokens_are_told_beside_zeros():
-    """The mean of trainer over engine is that of the tokens which both sides scored."""
-    trainer, engine = both(4)
-    truncated = engine - np.log(0.8)  # the engine drew from 80 % of the probability
-    trainer, truncated = (each - 1 for each in (trainer, truncated))
-    assert "fewer tokens" in fr.compare(trainer, truncated, np.ones_like(engine)).diagnosis.headline
-    truncated[3] = 0
-    found = fr.compare(trainer, truncated, np.ones_like(engine)).diagnosis
-    assert "exactly 0" in found.headline
-    assert any("0.8" in each.sentence and "fewer tokens" in each.sentence for each in found.findings)
+    whole = fr.compare(*drawn(1, lambda p: p >= 0, sharpness=sharpness), np.ones_like(engine)).diagnosis
+    assert told(whole) == ([], [])

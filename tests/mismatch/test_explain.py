@@ -1,8 +1,6 @@
 """The explainer on 200 seeded cases of each planted defect, and on 200 clean pairs, of which few run by day."""
 
 import functools
-import sys
-from collections import Counter
 from dataclasses import replace
 
 import numpy as np
@@ -13,8 +11,6 @@ from foreroute.errors import BatchMismatchError, InputError, SpecMismatchError
 from foreroute.mismatch import Defect, explain
 from foreroute.testing.routes import synthetic_trace
 from tests.mismatch import planted_defects as planted
-from tests.tiers import grid
-from tests.traces import picks_of
 
 SEEDS = [
     range(12),
@@ -65,16 +61,6 @@ def test_clean_pairs_raise_no_alarm(seeds):
         assert found.overlap_by_layer_L.mean() > 0.84
 
 
-def test_a_rotation_of_all_layers_is_another_order():
-    """An offset leaves a layer without routes. Two layers in each other's place are both rotated and exchanged."""
-    for seed in range(20):
-        reference, other = clean_pair(seed)
-        found = explain(reference, planted.with_ids(other, np.roll(other.expert_ids_NLK, 1, axis=1)))
-        order = np.roll(np.arange(reference.spec.num_layers), 1).tolist()
-        assert (found.kind, found.parameters["order"]) == (Defect.LAYER_ORDER, order), (seed, found.sentence)
-        assert found.sentence.startswith("The other trace has the routes of its layers in another order: ")
-
-
 def test_overlaps_by_layer_and_position_match_a_loop():
     reference, other = clean_pair(1)
     found = explain(reference, other)
@@ -93,26 +79,6 @@ def test_overlaps_by_layer_and_position_match_a_loop():
     assert found.differing == pytest.approx(np.mean([x < 1 for xs in per_layer.values() for x in xs]))
 
 
-def test_sequences_in_another_order_are_put_back_by_their_tokens():
-    reference, other = clean_pair(2)
-    order = np.random.default_rng(0).permutation(len(other))
-    found = explain(reference, other.select(order))
-    assert found.kind is Defect.PERMUTATION
-    assert found.parameters["order"] == order.tolist()
-    assert found.overlap_by_layer_L.mean() > 0.84
-
-
-def test_physical_map_is_learnt():
-    reference, other = clean_pair(3)
-    slots = np.stack(
-        [np.random.default_rng(i).permutation(reference.spec.num_experts) for i in range(reference.spec.num_layers)]
-    )
-    ids = slots[np.arange(reference.spec.num_layers)[:, None], other.expert_ids_NLK]
-    learnt = np.array(explain(reference, planted.with_ids(other, ids)).parameters["id_map"])
-    true = np.argsort(slots, axis=-1)
-    assert (learnt == true)[learnt >= 0].mean() > 0.9
-
-
 def test_broad_difference_without_a_pattern_is_unexplained():
     reference, _ = clean_pair(4)
     rng = np.random.default_rng(4)
@@ -124,41 +90,11 @@ def test_broad_difference_without_a_pattern_is_unexplained():
     assert explain(reference, noise).kind is Defect.UNEXPLAINED
 
 
-def test_one_token_of_one_layer_is_compared_like_any_other():
-    """No kind of mix-up applies to it."""
-    spec = fr.RoutingSpec(8, 2, (fr.RoutedLayer(0),))
-    one, other = (fr.RoutingTrace.from_sequences(spec, [[1]], [[[picks]]]) for picks in ([0, 1], [2, 3]))
-    assert explain(one, one).kind is Defect.NONE
-    assert explain(one, other).kind is Defect.UNEXPLAINED
-
-
-def test_the_calls_of_a_comparison_grow_with_the_sequences_and_no_faster():
-    def calls(num_sequences):
-        rng = np.random.default_rng(0)
-        spec = fr.RoutingSpec(16, 2, (fr.RoutedLayer(0), fr.RoutedLayer(1)))
-        trace = synthetic_trace(spec, rng.integers(2, 9, num_sequences), seed=0)
-        other = planted.natural(rng, trace)
-        counted = Counter()
-        sys.setprofile(lambda _frame, event, _argument: counted.update([event]))
-        try:
-            explain(trace, other)
-        finally:
-            sys.setprofile(None)
-        return counted["call"] + counted["c_call"]
-
-    assert calls(256) < 2.2 * calls(128) < 2.2**2 * calls(64)
-
-
 def test_edges():
     reference, other = clean_pair(5)
-    same = explain(reference, reference)
-    assert same.kind is Defect.NONE
-    assert same.sentence.startswith("Both have the same experts")
+    assert explain(reference, reference).sentence.startswith("Both have the same experts")
     assert explain(reference, other).sentence.startswith("Natural mismatch")
     assert explain(reference.select([0]), other.select([0])).kind is Defect.NONE
-    assert explain(reference.truncated([1] * len(reference)), other.truncated([1] * len(other))).kind is Defect.NONE
-    full = fr.RoutingTrace.from_sequences(fr.RoutingSpec(2, 2, (fr.RoutedLayer(0),)), [[1, 2]], [[[[0, 1]]]])
-    assert explain(full, full).sentence == "Nothing to compare: every row holds all experts."
     # first rows that differ are a prefix from fifteen routers on
     for sequences, layers, kind in ((5, 3, Defect.PREFIX_MISSING), (7, 2, Defect.NONE)):
         spec = fr.RoutingSpec(8, 2, tuple(map(fr.RoutedLayer, range(layers))))
@@ -168,46 +104,15 @@ def test_edges():
         assert explain(trace, planted.with_ids(trace, ids)).kind is kind
 
 
-REFUSED = [
-    (InputError, lambda trace: (trace, fr.RoutingTrace.unrouted(trace.spec, [*map(trace.tokens, range(len(trace)))]))),
-    (BatchMismatchError, lambda trace: (trace, trace.select([0]))),
-    (SpecMismatchError, lambda trace: (trace, replace(trace, spec=fr.RoutingSpec(999, 1, (fr.RoutedLayer(0),))))),
-]
-
-
-@pytest.mark.parametrize(("error", "pair"), REFUSED)
-def test_no_rows_other_tokens_and_other_models_are_refused(error, pair):
+def test_no_rows_other_tokens_and_other_models_are_refused():
     """They would show no difference."""
-    with pytest.raises(error, match=r"nothing.*compare|different tokens|belongs.*another"):
-        explain(*pair(clean_pair(5)[0]))
-
-
-def with_fewer_picks(trace):
-    """The same routes, of which the first layer has all picks but the last."""
-    spec = trace.spec
-    sizes = [(spec.num_experts, spec.top_k - 1), *spec.sizes_L[1:]]
-    uneven = fr.RoutingSpec.of_sizes(spec.layers, sizes, spec.model)
-    ids = trace.expert_ids_NLK.astype(uneven.id_dtype)
-    ids[:, 0, -1] = np.where(trace.valid_N, uneven.filler, 0)
-    return replace(trace, spec=uneven, expert_ids_NLK=ids)
-
-
-@grid("kind", [Defect.SHIFT, Defect.LAYER_OFFSET, Defect.PHYSICAL_IDS, Defect.NONE], quick=1)
-def test_defects_are_named_where_layers_differ_in_their_picks(kind):
-    seen = 0
-    for seed in range(20):
-        reference, other = clean_pair(seed)
-        if reference.spec.num_layers < 4 or reference.spec.top_k < 3:
-            continue
-        plant = PLANTED.get(kind, lambda rng, trace: (trace, {}))
-        broken, expected = plant(np.random.default_rng([seed, 1]), other)
-        a, b = with_fewer_picks(reference), with_fewer_picks(broken)
-        found = explain(a, b)
-        if found.kind is kind:
-            seen += 1
-        elif "layers" not in expected:  # an offset by all alike layers leaves none of them to be seen
-            assert explain(reference, broken).kind is not kind, (seed, found.sentence)
-        shared = [[len({*x} & {*y}) / len(x) for x, y in zip(p, q, strict=True)]
-                  for p, q in zip(picks_of(a), picks_of(b), strict=True) if p and q]  # fmt: skip
-        assert found.overlap_by_layer_L == pytest.approx(np.mean(shared, axis=0))
-    assert seen > 5
+    trace, _ = clean_pair(5)
+    of_another = replace(trace, spec=fr.RoutingSpec(999, 1, (fr.RoutedLayer(0),)))
+    unrouted = replace(trace, valid_N=np.zeros_like(trace.valid_N))
+    for error, other in (
+        (InputError, unrouted),
+        (BatchMismatchError, trace.select([0])),
+        (SpecMismatchError, of_another),
+    ):
+        with pytest.raises(error):
+            explain(trace, other)

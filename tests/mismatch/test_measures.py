@@ -6,10 +6,8 @@ import numpy as np
 import pytest
 
 import foreroute as fr
-from foreroute.errors import InputError, SpecMismatchError, TraceContentError
+from foreroute.errors import InputError, TraceContentError
 from foreroute.mismatch import (
-    RoutingMismatch,
-    TokenMismatch,
     margin_histogram,
     routing_mismatch,
     token_mismatch,
@@ -75,12 +73,11 @@ def test_routing_mismatch_of_a_padded_batch_is_that_of_a_loop(kind, masked):
     a[gaps[0]], b[gaps[1]] = -1, -1
     mask = rng.random((4, 7)) < 0.7 if masked else np.ones((4, 7), bool)
     found = routing_mismatch(given_as(a, kind), b, mask=mask if masked else None)  # types of sides may differ
-    rows = [
-        [set(a[s, t, j].tolist()) != set(b[s, t, j].tolist()) for j in range(3)]
-        for s in range(4)
-        for t in range(7)
-        if mask[s, t] and not gaps[:, s, t].any()
-    ]
+    counted = [place for place in np.ndindex(4, 7) if mask[place] and not gaps[:, *place].any()]
+    shared = np.array(
+        [[len({*x} & {*y}) / 2 for x, y in zip(a[p].tolist(), b[p].tolist(), strict=True)] for p in counted]
+    )
+    rows = (shared < 1).tolist()
     assert found.rows == len(rows) > 8
     assert found.differing_L.tolist() == [sum(row[j] for row in rows) for j in range(3)]
     assert found.by_differing_layers.tolist() == [sum(sum(row) == d for row in rows) for d in range(4)]
@@ -89,12 +86,6 @@ def test_routing_mismatch_of_a_padded_batch_is_that_of_a_loop(kind, masked):
     assert 0 < found.differing_share < 1
     assert found.differing_share == pytest.approx(np.mean(rows))
     assert found.differing_tokens_share == pytest.approx(np.mean([any(row) for row in rows]))
-    shared = [
-        [len({*a[s, t, j].tolist()} & {*b[s, t, j].tolist()}) / 2 for j in range(3)]
-        for s in range(4)
-        for t in range(7)
-        if mask[s, t] and not gaps[:, s, t].any()
-    ]
     assert found.overlap_L == pytest.approx(np.mean(shared, axis=0))
     both = found + found
     assert (both.rows, both.differing_share) == (2 * found.rows, pytest.approx(found.differing_share))
@@ -122,37 +113,21 @@ def test_routes_that_cannot_be_compared_are_refused():
     ids = np.tile([[0, 1]], (1, 4, 3, 1))
     trace = fr.RoutingTrace.from_padded(fr.RoutingSpec(4, 2, tuple(map(fr.RoutedLayer, range(3)))), [[1] * 4], ids)
     assert routing_mismatch(ids, ids).rows == routing_mismatch(trace, trace).rows == 4
-    for pair, mask in (((trace, ids), None), ((ids, trace), None), ((trace, trace), np.ones((1, 4)))):
+    for pair, mask in (((trace, ids), None), ((trace, trace), np.ones((1, 4)))):
         with pytest.raises(InputError, match=r"trace.*beside"):
             routing_mismatch(*pair, mask=mask)
-    for other, mask in ((ids[0], None), (ids[:, :3], None), (ids[..., :1], None), (ids, [1]), (ids, [[1] * 3])):
+    for other, mask in ((ids[:, :3], None), (ids, [[1] * 3])):
         with pytest.raises(InputError, match=r"\[B, T, layers, picks\].*\[B, T\]"):
             routing_mismatch(ids, other, mask=mask)
-    for other in (ids * 1.0, ids * np.nan, ids.astype(str)):
-        with pytest.raises(TraceContentError, match="expected integers"):
-            routing_mismatch(ids, other)
+    with pytest.raises(TraceContentError, match="expected integers"):
+        routing_mismatch(ids, ids * 1.0)
     beyond = ids.copy()
     beyond[0, 3] = 2**40
     assert as_traces(ids, beyond, [[1, 1, 1, 0]])[0].spec.num_experts == 2, "padding is not looked at"
-    with pytest.raises(TraceContentError, match="num_experts is"):
-        routing_mismatch(ids, beyond)
     padded = ids.copy()
     padded[0, 3] = 0
-    assert routing_mismatch(padded, padded, mask=[[1, 1, 1, 0]]).differing_share == 0
     with pytest.raises(TraceContentError, match=r"position 3.*zeros"):
         routing_mismatch(padded, padded)
-    padded[0, 3, 0] = -1
-    with pytest.raises(TraceContentError, match=r"-1.*layer.*pick"):
-        routing_mismatch(padded, ids)
-
-
-def test_a_model_may_be_stated_for_arrays():
-    spec = fr.RoutingSpec(300, 2, (fr.RoutedLayer(4),))
-    ids = np.array([[[[0, 1]], [[2, 299]]]])
-    assert as_traces(ids, ids, None, spec)[1].spec == spec
-    assert as_traces(ids, ids)[0].spec.num_experts == 300
-    with pytest.raises(TraceContentError, match="expected 0 to 298"):
-        as_traces(ids, ids, None, fr.RoutingSpec(299, 2, (fr.RoutedLayer(4),)))
 
 
 def test_parts_add_to_the_whole_and_edges_count_as_they_should():
@@ -183,15 +158,11 @@ HOLES = np.array([[np.nan, -1.0, -2.0], [-1.0, np.nan, np.inf]])
     ("train", "infer", "mask", "message"),
     [
         (WIDE, WIDE, None, r"float64 of shape \(4, 17\), without a mask; .*those of a padded batch with mask="),
-        (WIDE, WIDE, np.ones((4, 16)), r"with a mask of \(4, 16\)"),
         (WIDE, WIDE, np.ones(4), r"with a mask of \(4,\)"),
-        (np.zeros(()), np.zeros(()), None, r"of shape \(\)"),
         (["-1.0"], ["-1.0"], None, "are <U4"),
-        (np.zeros(2, complex), np.zeros(2), None, "are complex128"),
         (WIDE, WIDE, np.full((4, 17), 0.5), "mask is float64.*expected bools, or 0 and 1 alone"),
         (np.zeros(3), np.zeros(2), None, "shape"),
         ([np.nan], [0.0], None, "the trainer hold nan; expected finite numbers up to 0"),
-        ([0.0], [-np.inf], None, "the engine hold -inf"),
         ([0.0, 0.0], [0.0, 2e-3], None, "the engine hold 0.002"),
         (np.full((2, 3), -1.0), HOLES, [[0, 1, 1], [0, 1, 1]], "2 of 4 .*the first at 2 of those that count"),
     ],
@@ -209,27 +180,6 @@ def test_a_ratio_that_no_float_holds_leaves_a_number():
     assert math.isfinite((found + found).k3)
     assert (found.max_abs_log, found.f(2.0)) == (799.0, 0.5)
     assert token_mismatch(np.array([-1.0]), np.array([-700.0])).k3 == np.expm1(699.0) - 699.0
-
-
-@pytest.mark.parametrize(
-    ("layers", "picks"), [(3, [2, 2, 2]), (1, [2]), (2, [3, 3]), (2, [2, 3]), (2, [2, 1])], ids=str
-)
-def test_mismatches_of_other_models_do_not_add_up(layers, picks):
-    """As of ranks that were started with other models: one layer would have been added to each of two."""
-    one = RoutingMismatch(4, np.array([2, 2]), *(np.zeros(n, np.int64) for n in (2, 2, 3, 2)))
-    other = RoutingMismatch(4, np.array(picks), *(np.zeros(n, np.int64) for n in (layers, layers, layers + 1, layers)))
-    for pair in ((one, other), (other, one)):
-        with pytest.raises(SpecMismatchError, match=r"2 layers.*picks \[2, 2\]"):
-            pair[0] + pair[1]
-    assert (one + one).rows == 8
-
-
-def test_shares_of_other_thresholds_do_not_add_up():
-    one, other = TokenMismatch(3, 0.1, (1, 0), 0.4), TokenMismatch(3, 0.1, (1,), 0.4)
-    for pair in ((one, other), (other, one)):
-        with pytest.raises(InputError, match=r"\d thresholds.*foreroute, 1\.5, 2\.0"):
-            pair[0] + pair[1]
-    assert (one + one).above == (2, 0)
 
 
 def test_a_margin_that_is_no_number_is_refused_where_its_token_counts():

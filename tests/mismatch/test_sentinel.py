@@ -44,12 +44,10 @@ def judged(roots_STL, *past, **beside):
     return copy.deepcopy(warm(*past)).judge(counts(roots_STL, **beside))
 
 
-@grid("share", [0.03, 0.2], quick=2)
-def test_a_block_of_rows_is_found_where_it_begins_and_no_other_sequence_is(share):
-    rng = np.random.default_rng(2)
-    roots = draw(rng, share)
+def test_a_block_of_rows_is_found_where_it_begins_and_no_other_sequence_is():
+    roots = draw(np.random.default_rng(2))
     roots[5, 40:104] = True
-    [found] = judged(roots, share)
+    [found] = judged(roots)
     assert (found.looks_like, found.sequence, found.layer) == (LooksLike.STALE_ROWS, 5, None)
     assert abs(found.since - 40) <= 2
     assert abs(found.num_rows - 64) <= 4
@@ -74,62 +72,7 @@ def test_the_rows_say_what_they_look_like():
     assert judged(roots, repeats_N=beside)[1].looks_like == LooksLike.FROZEN
 
 
-@grid("share", [0.3, 0.7, 0.95], quick=2)
-def test_a_batch_of_which_all_rows_differ_is_one_suspicion_however_many_sequences_differ_by_much(share):
-    rng, kind = np.random.default_rng(13), LooksLike.UNRELATED if share > 0.5 else LooksLike.OLDER_WEIGHTS
-    roots = draw(rng, spread=0.1)
-    roots |= rng.random(roots.shape) < share * np.linspace(0.6, 1.2, SEQUENCES)[:, None, None]
-    [found] = judged(roots, 0.03, 24)
-    assert (found.looks_like, found.sequence, found.num_rows) == (kind, None, roots.shape[0] * roots.shape[1])
-    # those that say what they look like say so, and so do those beside which others are as ever
-    beside = np.full(roots.shape[0] * roots.shape[1], LAYERS // 2)
-    if kind == LooksLike.UNRELATED:
-        assert {each.looks_like for each in judged(roots, 0.03, 24, before_N=beside)} == {LooksLike.SHIFT}
-        roots[:-3] = draw(rng)[:-3]
-        assert [each.sequence for each in judged(roots, 0.03, 24)] == [SEQUENCES - 3, SEQUENCES - 2, SEQUENCES - 1]
-
-
-@grid("usual", [0.01, 0.05], quick=2)
-@grid("sequences", [2, SEQUENCES], quick=2)
-def test_stale_rows_at_the_head_of_every_sequence_are_those_of_each_and_no_batch_of_other_weights(sequences, usual):
-    """As those of a prefix cache are."""
-    rng = np.random.default_rng(16)
-    roots = draw(rng, usual, sequences=sequences, rows=200)
-    roots[:, :64] |= rng.random((sequences, 64, LAYERS)) < 0.9
-    found = judged(roots, usual)
-    assert [(each.looks_like, each.sequence) for each in found] == [
-        (LooksLike.STALE_ROWS, number) for number in range(sequences)
-    ]
-    assert all(each.since <= 2 and abs(each.num_rows - 64) <= 6 for each in found)
-
-
-def test_a_text_that_loops_is_healthy_where_its_routers_agree_about_as_often_as_elsewhere():
-    for seed in range(6):
-        rng = np.random.default_rng(seed)
-        roots, repeats = draw(rng, 0.05), np.zeros((SEQUENCES, ROWS), np.int64)
-        roots[4, 20:110] = rng.random((90, LAYERS)) < 0.1
-        repeats[4, 20:110] = rng.binomial(LAYERS, 0.9, 90)
-        assert not judged(roots, 0.05, 16, repeats_N=repeats.reshape(-1))
-
-
-def test_rows_that_repeat_one_need_to_be_fewer_and_rows_of_a_repeated_token_are_healthy():
-    rng = np.random.default_rng(14)
-    roots, repeats = draw(rng), np.zeros((SEQUENCES, ROWS), np.int64)
-    repeats[4, 60:95] = LAYERS
-    assert not judged(roots, repeats_N=repeats.reshape(-1))
-    roots[4, 60:95] = rng.random((35, LAYERS)) < 0.6
-    assert not judged(roots)
-    [found] = judged(roots, repeats_N=repeats.reshape(-1))
-    assert (found.looks_like, found.sequence) == (LooksLike.FROZEN, 4)
-    assert abs(found.since - 60) <= 1
-    # a run whose text repeats tokens has seen it
-    sentinel = Sentinel(SPEC)
-    for _ in range(WARM_UP):
-        sentinel.judge(counts(draw(rng), repeats_N=repeats.reshape(-1)))
-    assert not sentinel.judge(counts(roots, repeats_N=repeats.reshape(-1)))
-
-
-@grid(("above", "layer"), [(0.9, 1), (0.0, 3), (0.4, 3), (0.9, 3)], quick=2)
+@pytest.mark.parametrize(("above", "layer"), [(0.9, 1), (0.4, 3)])
 def test_one_layer_is_named_though_layers_above_it_follow(above, layer):
     roots = draw(np.random.default_rng(4))
     roots[:, :, layer] = True
@@ -183,17 +126,7 @@ def test_what_is_suspected_is_not_learnt():
     assert not sentinel.judge(counts(draw(rng)))
 
 
-def test_slow_drift_is_healthy_and_a_jump_of_its_whole_size_is_not():
-    rng, sentinel = np.random.default_rng(8), Sentinel(SPEC)
-    shares = np.append(np.full(30, 0.02), np.linspace(0.02, 0.08, 60))
-    for share in shares:
-        assert not sentinel.judge(counts(draw(rng, share, spread=0.1)))
-    assert [each.looks_like for each in judged(draw(rng, shares[-1]), 0.02, 24)] == [LooksLike.OLDER_WEIGHTS]
-
-
-@grid(
-    ("share", "alike", "spread"), [(0.03, 4, 0.3), (0.2, 1, 0.0), (0.2, 4, 0.3), (0.03, 1, 0.0), (0.2, 8, 0.2)], quick=1
-)
+@grid(("share", "alike", "spread"), [(0.03, 4, 0.3), (0.2, 8, 0.2)], quick=1)
 def test_healthy_rows_alarm_no_more_often_than_the_rate(share, alike, spread):
     """At a rate that shows: independent rows, rows that come in runs, sequences that differ."""
     rng, rate = np.random.default_rng(9), 0.01
@@ -205,30 +138,6 @@ def test_healthy_rows_alarm_no_more_often_than_the_rate(share, alike, spread):
         batches += is_judged * sum(each.sequence is None for each in found)
     assert sequences <= rate * SEQUENCES * num_batches
     assert batches <= 3 * 2 * rate * num_batches  # of layers, and of the batch
-
-
-def test_rows_that_are_alike_over_long_stretches_are_seen_to_be():
-    """The control: blocks of rows that differ together make the test ask for more, where a row alone would not."""
-    rng = np.random.default_rng(10)
-    roots, needed = draw(rng, 0.0), []
-    for alike in (1, 8):
-        sentinel = Sentinel(SPEC)
-        for _ in range(24):
-            sentinel.judge(counts(draw(rng, 0.2, alike=alike)))
-        for length in range(1, ROWS):
-            planted = roots.copy()
-            planted[0, :length] = True
-            if copy.deepcopy(sentinel).judge(counts(planted)):
-                needed.append(length)
-                break
-    assert needed[0] < needed[1]
-
-
-@pytest.mark.parametrize(("rows", "alarms"), [(12, 0), (40, 1)])
-def test_a_few_rows_such_as_a_short_past_has_not_shown_yet_are_no_alarm(rows, alarms):
-    roots = draw(np.random.default_rng(12))
-    roots[4, :rows] = True
-    assert len(judged(roots)) == alarms
 
 
 def test_a_past_that_is_taken_up_judges_as_the_one_that_gave_it():
@@ -244,27 +153,10 @@ def test_a_past_that_is_taken_up_judges_as_the_one_that_gave_it():
             assert sentinel.judge(counts(roots, repeats_N=repeats)) == resumed.judge(counts(roots, repeats_N=repeats))
         assert np.array_equal(sentinel.state(), resumed.state())
     state = sentinel.state()
-    for wrong, words in (
-        *((wrong, r"past.*shape") for wrong in (state[1:], state.astype(np.float32), [])),
-        *((wrong, r"past.*holds") for wrong in (-2 - state, state * np.nan)),
-    ):
-        with pytest.raises(InputError, match=words):
+    for wrong in (state[1:], state.astype(np.float32), -2 - state, state * np.nan):
+        with pytest.raises(InputError, match="past"):
             sentinel.restore(wrong)
     assert np.array_equal(sentinel.state(), state)
-    given = state.copy()
-    resumed.restore(given)
-    resumed.judge(counts(draw(rng, 0.05)))
-    assert np.array_equal(given, state)
-
-
-def test_sequences_of_any_length_and_none():
-    sentinel = copy.deepcopy(warm())
-    nothing = np.zeros(0, np.int64)
-    assert not sentinel.judge(RootCounts(*[nothing] * 4, np.zeros(LAYERS, np.int64), nothing))
-    roots_N = np.zeros(90, np.int64)
-    roots_N[10:80] = LAYERS
-    found = sentinel.judge(RootCounts(roots_N, *[0 * roots_N] * 3, np.full(LAYERS, 70), [0, 10, 70, 1, 9, 0]))
-    assert [(each.sequence, each.since, each.num_rows) for each in found] == [(2, 0, 70)]
 
 
 @pytest.mark.parametrize(
@@ -272,8 +164,6 @@ def test_sequences_of_any_length_and_none():
     [
         ({"roots_N": [0, 3]}, "up to 3 layers"),
         ({"roots_N": [0]}, "roots_N has 1 rows"),
-        ({"before_N": [0.5, 1.0]}, "before_N is no list of counts"),
-        ({"lengths_S": [-1, 3]}, "lengths_S is no list of counts"),
         ({"after_N": [[0, 1]]}, "after_N is no list of counts"),
         ({"roots_L": [3, 0]}, "counts 3 rows of a layer"),
     ],
@@ -284,5 +174,3 @@ def test_counts_that_cannot_be_are_refused(change, message):
         RootCounts(**zeros | change)
     with pytest.raises(InputError, match="of 2 layers"):
         Sentinel(SPEC).judge(RootCounts(**zeros))
-    with pytest.raises(InputError, match="rate is 0"):
-        Sentinel(SPEC, 0)

@@ -15,16 +15,10 @@ from foreroute.errors import (
     StaleTraceError,
     TraceError,
 )
-from tests.replay.session_subject import batch_of, entering, foreign, prepared, recorded, refuses, replayed
+from tests.replay.session_subject import batch_of, entering, foreign, prepared, refuses, replayed
 
 BATCH = batch_of()
-NOT_VERSIONS = (
-    [True, np.True_, 7.0, 1.0, np.float32(1), "1", b"1", "", [], {}, [None], ["1"], [1.0], [True], [[1]], {1: 2},
-     torch.tensor(1.0), np.array([1.0]), object(), -2, [-2], float("nan"), iter([1]), range(-3, 0), range(0)]
-)  # fmt: skip
-VERSIONS = (
-    [1, np.int64(1), np.array(1), torch.tensor(1), [1], (0, 1), {1}, range(3), np.array([1]), range(10**15)]
-)  # fmt: skip
+NOT_VERSIONS = [True, 7.0, "1", [], [None], [1.0], [[1]], {1: 2}, torch.tensor(1.0), object(), -2, [-2], range(-3, 0)]
 
 
 def check_values_of_the_wrong_kind_are_refused_by_name_and_leave_no_trace(framework):
@@ -38,12 +32,12 @@ def check_values_of_the_wrong_kind_are_refused_by_name_and_leave_no_trace(framew
 
     for given in NOT_VERSIONS:
         refused("replay", "weight_version", given, "a whole number")
-    for given in (True, 1.5, "1", None, [1], object(), -2, 2**31, float("nan")):
+    for given in (True, 1.5, None, [1], -2, 2**31):
         refused("record", "weight_version", given, "a whole number")
-    for given in (None, 1, "yes", np.array([1, 2]), torch.tensor([1, 0]), object()):
+    for given in (None, 1, np.array([1, 2])):
         for session, name in (("replay", "telemetry"), ("record", "margins")):
             refused(session, name, given, "True or False")
-    for given in (None, 0, [], {}, "x", "native ", np.array("native"), True, b"error"):
+    for given in (None, [], "x", np.array("native"), True):
         for name in ("missing", "padding", "counts"):
             if (name, given) != ("padding", None):  # which is the framework's own default
                 refused("replay", name, given, "one of")
@@ -69,18 +63,6 @@ def check_what_is_attached_is_a_model(framework):
         refuses(AttachError, "expected a model", partial(on.attach, given))
 
 
-def check_one_version_or_several_may_be_expected(framework):
-    on, trace = prepared(framework)
-    for given in VERSIONS:
-        with on.routed.replay(trace, weight_version=given) as session:
-            on.run(BATCH)
-        assert session.num_forwards == 1
-    largest = 2**31 - 1
-    stated = recorded(on, BATCH, weight_version=largest)
-    assert stated.versions == (largest,)
-    replayed(on, stated, BATCH, weight_version=largest)
-
-
 def check_every_routed_row_is_of_an_accepted_version(framework):
     """As of a rollout that went on under new weights; one fresh row does not vouch for the others."""
     on, trace = prepared(framework)
@@ -90,16 +72,15 @@ def check_every_routed_row_is_of_an_accepted_version(framework):
     mixed = replace(trace, weight_versions_N=np.where(np.arange(trace.num_rows) < 5, 1, 2).astype(np.int32))
     for given in (1, 2, [2, 3], range(2, 4)):
         refused(mixed, given, r"weight versions \[1, 2\], expected only")
-    replayed(on, mixed, BATCH, weight_version=[1, 2])
+    for accepted in ([1, 2], np.array([1, 2]), range(10**15)):
+        replayed(on, mixed, BATCH, weight_version=accepted)
     bare = RoutingTrace.unrouted(trace.spec, BATCH.sequences)
     refused(bare, 1, r"weight versions \[\], expected only 1 ")
     # a range reaches below 0 in the first steps, and lets pass no row that states no version
     unstated = trace.with_weight_version(-1)
     refused(unstated, range(-2, 1), r"versions \[-1\], expected only 0 .* --weight-version of foreroute convert")
     replayed(on, unstated, BATCH, weight_version=-1)
-    refused(trace, list(range(10, 110)), "expected only 10, 11, 12, 13, 14, 15, 16, 17 and 92 more")
-    for given in (range(2, 10**12 + 1), range(10**12, 1, -1)):
-        refused(trace, given, "expected only those from 2 to 1000000000000 ")
+    refused(trace, range(2, 10**12 + 1), "expected only those from 2 to 1000000000000 ")
 
 
 def check_forwards_of_wrong_values_are_refused_in_replays_and_recordings(framework):

@@ -1,6 +1,5 @@
 """Live telemetry, margins and counts, against a recount on the host of what each router saw and would have done."""
 
-import gc
 import itertools
 from contextlib import nullcontext
 
@@ -8,9 +7,8 @@ import numpy as np
 import pytest
 import torch
 
-from foreroute.errors import ReplayError
 from foreroute.replay import ReplayCounts
-from tests.replay.session_subject import batch_of, foreign, prepared, refuses
+from tests.replay.session_subject import batch_of, foreign, prepared
 
 BATCH = batch_of()
 GAPS = [(0, 2), (0, 3), (2, 0)]
@@ -140,26 +138,6 @@ def check_native_picks_are_recorded_under_replay_with_how_far_they_are_from_the_
             assert (seen[in_reach] > 0).any() or not in_reach.any(), gate
 
 
-def check_a_recording_keeps_of_margins_one_number_for_each_row_and_layer(framework):
-    on = framework.built()
-    with on.routed.record(margins=True), torch.no_grad():
-        on.run(BATCH)
-    before = bytes_alive()
-    with on.routed.record(margins=True) as recording, torch.no_grad():
-        on.run(BATCH)
-    slots = BATCH.ids_BT.numel() * on.routed.spec.num_layers
-    of_tokens = 4 * BATCH.ids_BT.nbytes
-    assert 0 < bytes_alive() - before <= (4 + on.routed.spec.top_k) * slots + of_tokens
-    assert recording.margins_NL().shape == (sum(BATCH.lengths), on.routed.spec.num_layers)
-
-
-def bytes_alive():
-    """Of tensors that Python holds."""
-    gc.collect()
-    storages = [each.untyped_storage() for each in gc.get_objects() if type(each) is torch.Tensor]
-    return sum({storage.data_ptr(): storage.nbytes() for storage in storages}.values())
-
-
 def check_micro_batches_add_up_to_the_batch_and_recomputation_counts_once(framework):
     for recompute in framework.recomputations:
         on, trace = prepared(framework, recompute=recompute)
@@ -175,13 +153,3 @@ def check_micro_batches_add_up_to_the_batch_and_recomputation_counts_once(framew
         assert np.array_equal(joined.shared_L, expected.shared_L)
         assert np.array_equal(joined.first_differing_L, expected.first_differing_L)
         assert np.array_equal(sum(part.expert_counts_LE() for part in parts), whole.expert_counts_LE())
-
-
-def check_what_was_not_asked_for_is_not_there(framework):
-    on = framework.built()
-    with on.routed.replay(foreign(on.routed.spec, BATCH)) as session, on.routed.record() as recording:
-        on.run(BATCH)
-    for ask in (session.agreement, session.expert_counts_LE):
-        refuses(ReplayError, "telemetry=True", ask)
-    refuses(ReplayError, "margins=True", recording.margins_NL)
-    refuses(ReplayError, "native=True", recording.deficits_NL)

@@ -8,7 +8,6 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from foreroute.errors import TraceContentError
 from foreroute.replay import coded_sets
 from foreroute.replay.coded_sets import CodedChoices
 from foreroute.trace import DecisionStream, IndexerSpec, RoutedLayer
@@ -64,20 +63,6 @@ def test_what_is_read_is_what_was_chosen(seed, top_k, heads, unit, furthest, til
             assert read(choices, layer) == expected
 
 
-def test_each_bit_counts():
-    """The control: with any bit up to the last one of the last set turned, other sets are read."""
-    spec, position_N = IndexerSpec(8, LAYERS[:1]), np.array([100, 20])
-    stream, sets = drawn(spec, position_N, np.random.default_rng(1))
-    choices = CodedChoices(spec, stream, position_N)
-    coded = choices.encoded(0)
-    assert len(coded) == 8 + 8 + 3, "a word of high parts, a word of the 21 bits of a set, three low planes"
-    for bit in (*range(64 + sets[1, 0, 0][-1] + 1), *range(128, 152)):
-        coded[bit // 8] ^= 1 << bit % 8
-        assert read(choices, 0) != sets, bit
-        coded[bit // 8] ^= 1 << bit % 8
-    assert read(choices, 0) == sets
-
-
 def test_bytes_are_near_the_bound_over_a_causal_window():
     """An eighth of 2,048 choices of 32,768. Plain ids take 4.6 times as many."""
     top_k, window, rng = 256, 4096, np.random.default_rng(0)
@@ -90,17 +75,3 @@ def test_bytes_are_near_the_bound_over_a_causal_window():
     last = stream.take(np.array([len(position_N) - 1]))
     assert len(CodedChoices(spec, last, np.array([window - 1])).encoded(0)) == 192
     assert stream.ids.nbytes / taken > 4.6
-
-
-@pytest.mark.parametrize(
-    ("heads", "last"),
-    [(1, lambda ids: 1 << 20), (1, lambda ids: ids[-2]), (2, lambda ids: ids[-1] + 1)],
-    ids=["too far", "twice", "of the other head"],
-)
-def test_choices_that_were_changed_behind_their_check_are_refused(heads, last):
-    spec, position_N = IndexerSpec(3, LAYERS, heads=heads), np.array([9, 12])
-    stream, _ = drawn(spec, position_N, np.random.default_rng(4))
-    assert len(stream.ids)
-    stream.ids[-1] = last(stream.ids)
-    with pytest.raises(TraceContentError, match=r"decoder 4.*checked"):
-        CodedChoices(spec, stream, position_N).encoded(1)

@@ -6,9 +6,8 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
-from torch.utils._python_dispatch import TorchDispatchMode
 
-from foreroute.errors import BatchMismatchError, ConfigError, TraceContentError
+from foreroute.errors import BatchMismatchError
 from foreroute.replay import masked_logprobs, masked_logprobs_of_logits
 from foreroute.replay import rows as uploads
 from foreroute.replay.sampling_masks import masked_entropy_of_logits
@@ -52,10 +51,10 @@ def by_hidden(hidden, head, targets, masks, temperature=1.0):
 
 @pytest.mark.parametrize(
     ("compute", "temperature", "numbers"),
-    [(by_logits, 1.0, 1), (by_logits, 0.7, 1), (by_hidden, 1.0, 1 << 24), (by_hidden, 0.7, 2000), (by_hidden, 0.7, 1)],
+    [(by_logits, 0.7, 1), (by_hidden, 1.0, 1 << 24), (by_hidden, 0.7, 2000)],
 )
 def test_values_and_gradients_are_those_of_the_dense_computation(compute, temperature, numbers, monkeypatch):
-    """In one chunk, in several, and a row at a time."""
+    """In one chunk, and in several."""
     monkeypatch.setattr("foreroute.replay.sampling_masks.BLOCK_NUMBERS", {"cpu": numbers})
     hidden, head, targets, masks = problem()
     weights = torch.randn(len(targets), dtype=torch.float64)
@@ -113,33 +112,9 @@ def test_the_entropy_is_that_of_the_dense_computation():
         assert float(found[row]) == pytest.approx(-sum(x / sum(p) * math.log(x / sum(p)) for x in p), abs=1e-12)
 
 
-def test_products_are_added_up_in_float32_and_a_frozen_head_gets_no_gradient():
-    for dtype in (torch.float32, torch.bfloat16):
-        hidden, head, targets, masks = problem(dtype=dtype)
-        found = masked_logprobs(hidden, head, targets, masks)
-        exact = dense(hidden.double() @ head.double().T, targets, masks, 1.0)
-        assert found.dtype == torch.float32
-        assert torch.allclose(found.double(), exact, rtol=1e-6, atol=2e-6 * float(exact.detach().abs().max()))
-        found.sum().backward()
-        assert hidden.grad.dtype == head.grad.dtype == dtype
-    masked_logprobs(hidden, head.detach(), targets, masks).sum().backward()
-
-
-def test_masks_without_rows_or_sets():
-    hidden, head, _, masks = problem()
-    nothing = masks.take(np.zeros(0, np.int64))
-    for compute in (by_hidden, by_logits):
-        assert compute(hidden[:0], head, torch.zeros(0, dtype=torch.long), nothing).shape == (0,)
-
-
 REFUSED = {
     "another token": (lambda h, w, t, m: (h, w, torch.where(t == t[3], 1 - t, t) % 700, m), "leaves out its token"),
-    "a token past the choices": (
-        lambda h, w, t, m: (h, w, torch.where(t == t[0], 700, t), m),
-        "leaves out its token 700",
-    ),
     "fewer masks": (lambda h, w, t, m: (h, w, t, m.take(np.arange(5))), "masks of 5 rows"),
-    "fewer targets": (lambda h, w, t, m: (h, w, t[:5], m), "targets of shape"),
     "targets of floats": (lambda h, w, t, m: (h, w, t.double(), m), "torch.float64 targets"),
     "a smaller head": (lambda h, w, t, m: (h, w[:600], t, m), "the head has 600"),
 }
@@ -151,19 +126,6 @@ def test_masks_of_other_rows_are_refused(compute, broken):
     change, message = REFUSED[broken]
     with pytest.raises(BatchMismatchError, match=message):
         compute(*change(*problem()))
-
-
-def test_what_cannot_be_computed_is_refused():
-    hidden, head, targets, masks = problem()
-    with pytest.raises(TraceContentError, match=r"4.*sampling mask"):
-        masked_logprobs(hidden, head, targets, masks.without(np.array([4])))
-    for temperature in (0.0, -1.0, float("nan")):
-        with pytest.raises(ConfigError, match="expected a number above 0"):
-            masked_logprobs(hidden, head, targets, masks, temperature=temperature)
-    with pytest.raises(BatchMismatchError, match=r"expected \[R, H\] and \[V, H\]"):
-        masked_logprobs(hidden, head[:, :5], targets, masks)
-    with pytest.raises(BatchMismatchError, match=r"expected \[R, V\]"):
-        masked_logprobs_of_logits(hidden[0], targets, masks)
 
 
 @pytest.mark.parametrize("compute", [by_hidden, by_logits])
@@ -194,31 +156,3 @@ def test_nothing_waits_for_the_device_and_sets_go_there_once(compute, monkeypatc
         tokens.zero_()  # what was given is remembered
         with pytest.raises(BatchMismatchError, match=r"3 leaves.*token"):
             optimizer.step()
-
-
-def test_no_copy_of_the_head_is_made_in_float32(monkeypatch):
-    largest = 0
-
-    class Sizes(TorchDispatchMode):
-        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-            nonlocal largest
-            made = func(*args, **kwargs or {})
-            if isinstance(made, torch.Tensor) and made.dtype == torch.float32:
-                largest = max(largest, made.numel())
-            return made
-
-    monkeypatch.setattr("foreroute.replay.sampling_masks.BLOCK_NUMBERS", {"cpu": 2000})
-    hidden, head, targets, masks = problem(dtype=torch.bfloat16)
-    with Sizes():
-        masked_logprobs(hidden, head, targets, masks).sum().backward()
-    assert largest < head.numel() / 2
-
-
-def test_products_are_in_float32_under_autocast():
-    generator = torch.Generator().manual_seed(0)
-    hidden, head = torch.randn(2, 32, generator=generator), torch.randn(3000, 32, generator=generator)
-    masks = DecisionStream.from_sets(3000, [True, True], [3, 0], [4, 7, 9])  # a gathered row, and one of all logits
-    targets = torch.tensor([9, 1])
-    expected = masked_logprobs(hidden, head, targets, masks)
-    with torch.autocast("cpu", torch.bfloat16):
-        assert torch.equal(masked_logprobs(hidden, head, targets, masks), expected)

@@ -1,8 +1,8 @@
 """Every property of sessions, of models of every framework.
 
 A property that holds for every kind of gate or every way of recomputing activations is asked of the usual one and of a
-few others at once, of which each property has its own; by night of all. `make test` asks all of transformers, and the
-main ones of Megatron-Core.
+few others at once, of which each property has its own; by night of all. `make test` asks all of transformers, and CI of
+Megatron-Core too.
 """
 
 import pytest
@@ -16,26 +16,6 @@ IN_PARTS = [
     *(pytest.param(name, in_full, id=f"{name}, in full", marks=pytest.mark.exhaustive) for name in OVER_VARIANTS),
 ]
 """Every property, and those over all variants once more."""
-MAIN = {
-    "the_model_is_as_before_after_sessions_and_errors",
-    "a_recording_is_what_experts_were_given_in_the_order_of_forwards",
-    "a_recomputation_gives_experts_what_the_forward_gave_them",
-    "micro_batches_in_flight_keep_their_own_routes",
-    "padding_is_spread_over_experts_and_real_rows_go_where_they_went",
-    "recorded_margins_are_the_gap_to_the_best_expert_that_could_have_been_picked",
-    "a_batch_of_other_sequences_is_refused",
-    "own_routes_change_no_bit_and_others_are_followed",
-    "rows_without_a_route_are_routed_by_the_model_and_others_as_given",
-    "telemetry_is_what_a_recount_finds_and_counts_are_of_the_selection_that_the_switch_names",
-}
-"""What sessions touch, record, repeat, keep apart, refuse, follow, leave to the model and count.
-
-Two more, which a release of Megatron-Core can break: padding that is spread over experts, and recorded margins.
-"""
-OF_MEGATRON = [
-    each if each.marks or each.values[0] in MAIN else pytest.param(*each.values, id=each.id, marks=pytest.mark.slow)
-    for each in IN_PARTS
-]
 
 
 @pytest.mark.parametrize(("name", "part"), IN_PARTS)
@@ -51,7 +31,8 @@ def failures(request):
     return failed
 
 
-@pytest.mark.parametrize(("name", "part"), OF_MEGATRON)
+@pytest.mark.slow
+@pytest.mark.parametrize(("name", "part"), IN_PARTS)
 def test_of_megatron(name, part, failures):
     if (name, part) in failures:
         pytest.fail(failures[name, part], pytrace=False)

@@ -18,12 +18,10 @@ from foreroute.costs.memory import SIZES as BYTES_FOLLOW
 from foreroute.costs.memory import WORKS, MemorySection, StepMemory
 from foreroute.errors import ForecastError
 from foreroute.files.json_form import to_json
-from foreroute.train import RunFolder, experts, memory, train
+from foreroute.train import memory, train
 from foreroute.train.chain import VOCABULARY, ChainTask
 from foreroute.train.experts import make_execution
-from foreroute.train.folder import load_checkpoint
 from foreroute.train.loop import make_trainer
-from foreroute.train.memory import MemoryBudget
 from foreroute.train.policy import make_engine, make_model, make_policy, set_weights, to_training
 from foreroute.train.prompts import make_task
 from foreroute.train.ranks import join_ranks
@@ -62,10 +60,8 @@ def config_of(num_ranks, *, model=None, **chosen):
     )
 
 
-def parallel_steps(rank, config, count, checkpoint=None):
+def parallel_steps(rank, config, count):
     with precise_trainer(config) as trainer:
-        if checkpoint is not None:
-            trainer.restore(load_checkpoint(checkpoint))
         return steps_of(trainer, count)
 
 
@@ -78,17 +74,17 @@ def precise_trainer(config):
             yield make_trainer(config, make_task(config), policy, engine, execution)
 
 
-def steps_budgeted(rank, config, measures):
+def steps_budgeted(rank, config):
     """One step each: within a budget that all fits in, in one that it passes by a byte, and in none that can be kept.
 
-    Unless memory is measured, a micro-step takes a byte for each token.
+    A micro-step takes a byte for each token.
     """
 
     def steps(memory_budget):
         parallel = config.parallel.model_copy(update={"memory_budget": memory_budget})
         return parallel_steps(rank, config.model_copy(update={"parallel": parallel}), 1)
 
-    with measured(config) if measures else mock.patch.object(memory, "measure_memory", one_for_each_token):
+    with mock.patch.object(memory, "measure_memory", one_for_each_token):
         plenty = steps(10**15)
         most = [plenty.records[0] and plenty.records[0]["execution"]["forecast_memory_bytes"]]
         dist.broadcast_object_list(most, group_src=0)
@@ -97,17 +93,6 @@ def steps_budgeted(rank, config, measures):
             steps(1)
         except ForecastError as error:
             return plenty, kept, str(error)
-
-
-def measured(config):
-    """Of the model in float32, whose experts grouped_mm computes."""
-    grouped = config.model_copy(
-        update={"model": config.model.model_copy(update={"experts_implementation": "grouped_mm"})}
-    )
-    with join_ranks(2, TIMEOUT_S) as ranks, closing(make_policy(grouped, make_task(grouped))) as policy:
-        topology = experts.read_planning(grouped.parallel, policy.spec).topology
-        found = MemoryBudget(policy, grouped, ranks, topology)._measured()
-    return mock.patch.object(MemoryBudget, "_measured", return_value=found)
 
 
 def one_for_each_token(routed, traces, targets_M, compute_loss, topology):
@@ -194,15 +179,6 @@ def run(rank, config, folder, resume=False, stop_after=None):
     with scored_by_tokens():
         train(config, folder, resume=resume, watcher=stopping)
     return len(seen)
-
-
-def step_on(rank, config, folder, step):
-    """Go on from a checkpoint in float64 for one step, and save the next; rank 0 tells of it."""
-    steps = parallel_steps(rank, config, 1, path_of(folder, step))
-    if rank == 0:
-        RunFolder(folder).save_checkpoint(steps.state, data="", keep=99)
-        return steps
-    return None
 
 
 def path_of(folder, step):

@@ -1,18 +1,13 @@
 """A run folder with something damaged, missing or foreign: one error that names it, and nothing is lost."""
 
-import json
-import resource
+import re
 import shutil
-from contextlib import contextmanager
 
-import numpy as np
 import pytest
 
 from foreroute.errors import ConfigError, RunFolderError
 from foreroute.train import RunFolder, train
-from foreroute.train.folder import CHECKPOINT_FILE, load_checkpoint
 from tests.train.counting_runs import counting, counting_config
-from tests.train.small_runs import records, same_state
 
 
 @pytest.fixture(scope="module")
@@ -36,25 +31,6 @@ def edited(name, change):
     return lambda folder: (folder / name).write_bytes(change((folder / name).read_bytes()))
 
 
-def line(number, change):
-    def changed(content):
-        lines = content.split(b"\n")
-        lines[number] = change(lines[number])
-        return b"\n".join(lines)
-
-    return edited("metrics.jsonl", changed)
-
-
-def values(change):
-
-    def changed(content):
-        stored = json.loads(content)
-        change(stored)
-        return json.dumps(stored).encode()
-
-    return edited("config.json", changed)
-
-
 def removed(name):
     def damage(folder):
         path = folder / name
@@ -64,33 +40,17 @@ def removed(name):
 
 
 DAMAGES = {
-    "a line that is no JSON": (line(3, lambda text: text[:20]), r"metrics\.jsonl, line 4 is damaged: it is not JSON"),
+    "a line that is no JSON": (
+        edited("metrics.jsonl", lambda text: text.replace(b"}\n", b"\n", 1)),
+        r"metrics\.jsonl, line 1 is damaged: it is not JSON",
+    ),
     "lines missing": (edited("metrics.jsonl", lambda text: text[:100]), "last checkpoint is of step 9: lines are miss"),
-    "metrics gone": (removed("metrics.jsonl"), "has the records of 0 steps, and the last checkpoint is of step 9"),
-    "metrics are a folder": (
-        lambda folder: (removed("metrics.jsonl")(folder), (folder / "metrics.jsonl").mkdir()),
-        r"metrics\.jsonl is a folder",
-    ),
     "config that is no JSON": (edited("config.json", lambda text: text[:-1]), r"config\.json is not JSON"),
-    "config is no object": (edited("config.json", lambda _: b"3"), r"config\.json is damaged"),
     "config with another learning rate": (
-        values(lambda stored: stored["rl"].update(learning_rate=1.0)),
-        "keys differ: rl.learning_rate",
-    ),
-    "config with a text for steps": (
-        values(lambda stored: stored["rl"].update(steps="many")),
-        r"config\.json is not a valid configuration",
-    ),
-    "config without a section": (values(lambda stored: stored.pop("rl")), "keys differ: rl"),
-    "config without an empty table": (
-        values(lambda stored: stored["rollout"]["server"].pop("options")),
-        "keys differ: rollout.server.options",
+        edited("config.json", lambda text: re.sub(rb'"learning_rate": [^,\n]+', b'"learning_rate": 1.0', text)),
+        "keys differ: .*rl.learning_rate",
     ),
     "config gone": (removed("config.json"), "holds no run to resume"),
-    "checkpoints are a file": (
-        lambda folder: (removed("checkpoints")(folder), (folder / "checkpoints").write_text("")),
-        "checkpoints cannot be looked into",
-    ),
     "the last checkpoint is damaged": (
         edited("checkpoints/step-000009.safetensors", lambda content: content[:-1]),
         r"step-000009\.safetensors is not a whole safetensors file.*remove it to use the one before",
@@ -134,84 +94,17 @@ def writer(text):
 def test_a_model_is_replaced_whole_and_what_a_kill_left_is_cleaned_up(tmp_path, monkeypatch, can_exchange):
     if not can_exchange:
         monkeypatch.setattr("foreroute.train.folder.ctypes.CDLL", lambda name: None)
-    run, weights, remove = RunFolder(tmp_path), tmp_path / "model" / "weights", shutil.rmtree
+    run, weights = RunFolder(tmp_path), tmp_path / "model" / "weights"
     run.save_model(writer("first"))
     with pytest.raises(KeyboardInterrupt):
         run.save_model(writer("killed"))
     assert weights.read_text() == "first"
-
-    def watched(path, **options):
-        remove(path, **options)
-        assert weights.read_text() in ("first", "second"), "it is there whenever a kill comes"
-
-    with monkeypatch.context() as patch:
-        patch.setattr("foreroute.train.folder.shutil.rmtree", watched)
-        run.save_model(writer("second"))
+    run.save_model(writer("second"))
     assert weights.read_text() == "second"
     assert [path.name for path in tmp_path.iterdir()] == ["model"]
     (tmp_path / "elsewhere").mkdir()
-    remove(tmp_path / "model")
+    shutil.rmtree(tmp_path / "model")
     (tmp_path / "model").symlink_to(tmp_path / "elsewhere")
     with pytest.raises(RunFolderError):  # what a link points at is left alone
         run.save_model(writer("third"))
     assert (tmp_path / "elsewhere").is_dir()
-
-
-@pytest.mark.parametrize(
-    ("metadata", "name", "message"),
-    [
-        ({"step": "-1"}, "model/w", "is of step '-1'; expected a number from 0"),
-        ({}, "w", "has the unknown tensor 'w'"),
-        ({}, "optimizer/x/exp_avg", "has the unknown tensor 'optimizer/x/exp_avg'"),
-        ({}, "homes", "holds no weights of a model"),
-    ],
-)
-def test_a_forged_checkpoint_is_refused_with_what_is_wrong_in_it(tmp_path, metadata, name, message):
-    tensors = {name: np.zeros(2, np.float32)}
-    CHECKPOINT_FILE.write(tmp_path / "forged", {"step": "0", "data": "", **metadata}, tensors, overwrite=True)
-    with pytest.raises(RunFolderError, match=message):
-        load_checkpoint(tmp_path / "forged")
-
-
-@contextmanager
-def room_for(num_bytes):
-    """No file may grow beyond this size, as on a full disk: what fits is written, and the rest is not."""
-    before = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (num_bytes, before[1]))
-    try:
-        yield
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, before)
-
-
-@pytest.mark.parametrize(
-    ("method", "at_call", "num_bytes", "named", "resumes_at"),
-    [
-        # checkpoints before steps 0, 2 and 4; traces and metrics of steps 0, 2 and of 0, 1, 2
-        ("save_checkpoint", 2, 300, r"step-000004\.safetensors", 2),
-        ("save_rollout", 1, 100, r"step-000002\.safetensors", 2),
-        ("append", 2, 150, r"metrics\.jsonl", 2),
-    ],
-)
-def test_a_full_disk_is_one_error_and_what_was_written_is_whole(
-    tmp_path, monkeypatch, method, at_call, num_bytes, named, resumes_at
-):
-    config, write, calls = counting_config(), getattr(RunFolder, method), []
-
-    def on_a_full_disk(run, *given, **options):
-        calls.append(1)
-        if len(calls) <= at_call:
-            return write(run, *given, **options)
-        with room_for(num_bytes):
-            return write(run, *given, **options)
-
-    with counting():
-        expected = train(config, tmp_path / "whole")
-        with monkeypatch.context() as patch:
-            patch.setattr(RunFolder, method, on_a_full_disk)
-            with pytest.raises(RunFolderError, match=f"{named}.*--resume"):
-                train(config, tmp_path / "run")
-        assert load_checkpoint(RunFolder(tmp_path / "run").last_checkpoint())["step"] == resumes_at
-        resumed = train(config, tmp_path / "run", resume=True)
-    assert records(resumed.path) == records(expected.path)
-    assert same_state(load_checkpoint(resumed.last_checkpoint()), load_checkpoint(expected.last_checkpoint()))

@@ -4,13 +4,10 @@ import re
 import tomllib
 from pathlib import Path
 
-import numpy as np
 import pytest
 
 from foreroute.train import parse_config, train
-from foreroute.train.chain import ChainTask
-from foreroute.train.config import METHODS
-from tests.train.small_runs import merged, random_rewards, records, small_values, trainer_of
+from tests.train.small_runs import merged, records
 from tests.train.tiny_model import write_model, write_tokenizer
 
 DOCS = Path(__file__).parents[2] / "docs"
@@ -21,9 +18,7 @@ def blocks(text):
     return re.findall(r"```toml\n(.*?)```", text, re.DOTALL)
 
 
-BEFORE, _, OBJECTIVES = PAGE.partition("\n## Objectives\n")
-BASE, *VARIATIONS = blocks(BEFORE)
-METHODS_SHOWN = blocks(OBJECTIVES)
+BASE, *VARIATIONS = blocks(PAGE)
 
 
 @pytest.fixture(scope="module")
@@ -56,29 +51,3 @@ def test_a_variation_trains(place, block, monkeypatch, tmp_path):
     values = merged(values, given)
     run = train(parse_config(values, source="the page"), tmp_path / "run")
     assert len(records(run.path)) == 1
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("block", METHODS_SHOWN, ids=lambda block: block.strip().splitlines()[0])
-def test_a_method_of_the_page_runs(block, monkeypatch):
-    monkeypatch.setattr(ChainTask, "rewards", random_rewards())
-    values = merged(small_values(task={"max_operands": 2}, rollout={"prompts": 2}), tomllib.loads(block))
-    _, record = trainer_of(parse_config(values, source="the page")).run_step()
-    assert np.isfinite(record.loss)
-    assert record.grad_norm > 0
-
-
-def test_the_page_of_methods_shows_every_method_correction_and_routing():
-    shown = "\n".join(METHODS_SHOWN)
-    for text in (
-        *(f'method = "{method}"' for method in METHODS),
-        *(f'routing = "{routing}"' for routing in ("none", "R2", "R3")),
-        *('kind = "tis"', 'router = "frozen"'),
-    ):
-        assert text in shown
-
-
-def test_the_configuration_for_two_ranks_is_read():
-    (text,) = blocks((DOCS / "experts.md").read_text(encoding="utf-8"))
-    config = parse_config(tomllib.loads(text), source="page")
-    assert (config.parallel.expert, config.rl.routing) == (2, "R3")

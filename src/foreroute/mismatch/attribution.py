@@ -23,7 +23,7 @@ FEWEST_ROOTS = 16
 """Roots from which a batch says what its deficits are like, and from which the rate of a layer is looked at."""
 CHANCE = 1e-3
 """Batches without a defect in which a deficit is called far. Roundings give deficits a lighter tail than the
-exponential one that is assumed: `tests/doctor/test_roots.py` has the figures."""
+exponential one that is assumed: in `tests/doctor/test_roots.py` none is."""
 STEEP = 5.0
 """Times the median of the other layers' rates of roots from which a layer is named."""
 

@@ -5,32 +5,17 @@ from contextlib import contextmanager
 
 import torch
 
-from foreroute import RoutedLayer, RoutingSpec
-from foreroute.conformance.huggingface import HuggingFaceUnderTest
 from foreroute.conformance.torch_model import padded
 from foreroute.core import attach
-from foreroute.testing.models import FAMILIES
-from tests.conformance.peers.ids_alone import IdsAlone
+from tests.conformance.peers.ids_alone import OfTransformers
 
 
-class Peer(IdsAlone):
+class Peer(OfTransformers):
+    name = "foreroute.core"
     fill = -1
-
-    def __init__(self, family="qwen3_moe"):
-        self.name = f"foreroute.core on {family}"
-        self.of_transformers = HuggingFaceUnderTest(family, FAMILIES[family])
-        self.vocabulary, self.groups = self.of_transformers.vocabulary, self.of_transformers.groups
-
-    def model(self, case):
-        return self.of_transformers.build(case)
 
     def enable(self, model):
         model.routed = attach(model.model)
-
-    def spec(self, model):
-        config = model.model.config
-        layers = tuple(RoutedLayer(i) for i in range(config.num_hidden_layers))
-        return RoutingSpec(config.num_experts, config.num_experts_per_tok, layers)
 
     def arm(self, model, ids):
         self.close(model)

@@ -7,10 +7,12 @@ from types import SimpleNamespace
 import numpy as np
 import torch
 
-from foreroute import ForerouteError, RoutingTrace
+from foreroute import ForerouteError, RoutedLayer, RoutingSpec, RoutingTrace
 from foreroute.conformance import AdapterUnderTest, Batch, Unsupported
+from foreroute.conformance.huggingface import HuggingFaceUnderTest
 from foreroute.conformance.torch_model import padded
 from foreroute.errors import ReplayError
+from foreroute.testing.models import FAMILIES
 
 
 class IdsAlone(AdapterUnderTest):
@@ -81,6 +83,22 @@ class IdsAlone(AdapterUnderTest):
     @abstractmethod
     def recorded(self, model):
         """A list of integers [rows, K], one for each layer."""
+
+
+class OfTransformers(IdsAlone):
+    """On a model of transformers, whose layers are all routed."""
+
+    def __init__(self, family="qwen3_moe"):
+        self.of_transformers = HuggingFaceUnderTest(family, FAMILIES[family])
+        self.vocabulary, self.groups = self.of_transformers.vocabulary, self.of_transformers.groups
+
+    def model(self, case):
+        return self.of_transformers.build(case)
+
+    def spec(self, model):
+        config = model.model.config
+        layers = tuple(RoutedLayer(i) for i in range(config.num_hidden_layers))
+        return RoutingSpec(config.num_experts, config.num_experts_per_tok, layers)
 
 
 class Driven:

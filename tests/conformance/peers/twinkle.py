@@ -8,21 +8,12 @@ from twinkle.model.transformers.moe import router_replay
 from twinkle.model.transformers.moe.router_replay import RouterReplayAction
 
 from foreroute import RoutedLayer, RoutingSpec
-from foreroute.conformance.huggingface import HuggingFaceUnderTest
-from foreroute.testing.models import FAMILIES
-from tests.conformance.peers.ids_alone import IdsAlone
+from tests.conformance.peers.ids_alone import OfTransformers
 
 
-class Peer(IdsAlone):
+class Peer(OfTransformers):
+    name = "twinkle"
     fill = 0  # as its processor pads
-
-    def __init__(self, family="qwen3_moe"):
-        self.name = f"twinkle on {family}"
-        self.of_transformers = HuggingFaceUnderTest(family, FAMILIES[family])
-        self.vocabulary, self.groups = self.of_transformers.vocabulary, self.of_transformers.groups
-
-    def model(self, case):
-        return self.of_transformers.build(case)
 
     def enable(self, model):
         router_replay.Platform.get_local_device = staticmethod(lambda: "cpu")  # it knows GPUs and NPUs

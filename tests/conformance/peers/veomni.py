@@ -8,12 +8,10 @@ from contextlib import contextmanager
 
 from veomni.models.transformers.qwen3_moe.generated import patched_modeling_qwen3_moe_gpu as patched
 
-from foreroute import RoutedLayer, RoutingSpec
 from foreroute.conformance import Unsupported
-from foreroute.conformance.huggingface import KEEPING, HuggingFaceModel, HuggingFaceUnderTest
+from foreroute.conformance.huggingface import KEEPING, HuggingFaceModel
 from foreroute.errors import ReplayError
-from foreroute.testing.models import FAMILIES
-from tests.conformance.peers.ids_alone import IdsAlone
+from tests.conformance.peers.ids_alone import OfTransformers
 
 # alone: verl imports Ray
 [FOLDER] = importlib.util.find_spec("verl").submodule_search_locations
@@ -22,18 +20,14 @@ CONTROLLER = importlib.util.module_from_spec(FOUND)
 FOUND.loader.exec_module(CONTROLLER)
 
 
-class Peer(IdsAlone):
+class Peer(OfTransformers):
     name = "veomni under verl"
     fill = 0  # which its controller takes for rows without a route
-    vocabulary = FAMILIES["qwen3_moe"]["vocab_size"]
-
-    def __init__(self):
-        self.of_transformers = HuggingFaceUnderTest("qwen3_moe", FAMILIES["qwen3_moe"])
 
     def model(self, case):
         if case.top_k == 1:
             raise Unsupported("verl's engine refuses top-1 with it")
-        plain = self.of_transformers.build(case).model
+        plain = super().model(case).model
         model = patched.Qwen3MoeForCausalLM(plain.config)
         model.load_state_dict(plain.state_dict())
         if case.checkpointing:
@@ -45,11 +39,6 @@ class Peer(IdsAlone):
     def enable(self, model):
         model.controller = CONTROLLER.VeOmniRouterReplay()
         model.controller.install(model.model)
-
-    def spec(self, model):
-        config = model.model.config
-        layers = tuple(RoutedLayer(i) for i in range(config.num_hidden_layers))
-        return RoutingSpec(config.num_experts, config.num_experts_per_tok, layers)
 
     def arm(self, model, ids):
         model.controller.begin_replay()

@@ -1,0 +1,83 @@
+"""What a trace holds beside routes, in a run: choices of indexers are replayed, and tokens scored on sampling masks.
+
+The oracles are what the indexers of the policy hand on to its attention, and the engine's own log-probs.
+"""
+
+import sys
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from foreroute.engines import vllm
+from foreroute.train.chain import ChainTask
+from foreroute.train.config import RolloutConfig
+from foreroute.train.loop import make_schedule
+from foreroute.train.policy import Alone, make_engine
+from tests.attended import SIZES, attended, chosen, followed
+from tests.train.small_runs import always_informative, small_config, trainer_of
+
+
+@pytest.fixture(autouse=True)
+def rewards_that_differ(monkeypatch):
+    monkeypatch.setattr(ChainTask, "rewards", always_informative)
+
+
+def sparse_config():
+    sizes = {name: size for name, size in SIZES.items() if name != "vocab_size"}
+    return small_config(
+        model={"family": "deepseek_v32", "experts_implementation": "eager", "sizes": sizes},
+        task={"min_operands": 4},
+        rl={"routing": "R3", "mini_steps": 2},
+    )
+
+
+def test_recompute_and_update_attend_to_what_the_engine_did():
+    trainer, seen = trainer_of(sparse_config()), {}
+
+    def watched_update(*args, **options):
+        with attended(trainer.policy.model) as seen["update"]:
+            return update(*args, **options)
+
+    def watched_recompute(*args):
+        with attended(trainer.policy.model) as found:
+            executed = recompute(*args)
+        seen.setdefault("recompute", found)
+        return executed
+
+    recompute, update = trainer.recompute, trainer.update
+    trainer.recompute, trainer.update = watched_recompute, watched_update
+    experience, _ = trainer.run_step()
+    for each in ("recompute", "update"):
+        others, rows = followed(seen[each], chosen(experience.generation.trace))
+        assert rows > 100
+        assert others == 0, each
+
+
+def test_an_engine_that_returns_no_choices_is_warned_of(monkeypatch):
+    monkeypatch.setattr(vllm, "VLLMEngine", lambda *args, **settings: "an engine")
+    rollout = RolloutConfig(engine="vllm", server={"python": sys.executable})  # as read, not as checked together
+    config = sparse_config().model_copy(update={"rollout": rollout})
+    policy = trainer_of(sparse_config()).policy
+    with pytest.warns(UserWarning, match="routes alone"):
+        assert make_engine(config, policy) == "an engine"
+
+
+def recomputed(trainer, experience):
+    recompute, _ = make_schedule(experience, trainer.config.rl, Alone(), seed=(0, 0))
+    return trainer.recompute(experience.generation, recompute, "replayed")
+
+
+def test_ratios_are_one_on_the_recorded_sets_and_the_kept_mass_without():
+    settings = {"prompts": 8, "precision": "float32", "temperature": 0.8, "top_p": 0.9, "top_k": 8, "min_p": 0.01}
+    trainer = trainer_of(small_config(rollout=settings, rl={"routing": "R3"}))
+    experience, record = trainer.run_step()
+    assert record.grad_norm > 0
+    assert all(side.k3 < 1e-9 for side in record.mismatch.values())
+    trainer = trainer_of(trainer.config)
+    experience = trainer.roll_out()
+    generation, on_sets = experience.generation, recomputed(trainer, experience).logprobs_R
+    log_r = on_sets - generation.logprobs_R.astype(np.float64)
+    assert np.mean(np.expm1(log_r) - log_r) < 1e-9
+    without = replace(generation, trace=generation.trace.without_streams())
+    assert recomputed(trainer, replace(experience, generation=without)).logprobs_R.mean() < on_sets.mean() - 0.01
