@@ -1,7 +1,5 @@
 """What `attach` asks of a model: arguments of a call, a mode, and where it selects."""
 
-import copy
-
 import pytest
 import torch
 from torch import nn
@@ -63,32 +61,6 @@ class CallingExperts(Block):
         return x + self.experts(rows, ids, weights).view(x.shape)
 
 
-def forward_outside(block, x):
-    return picked_outside(block, x)
-
-
-def picked_outside(block, x):
-    weights, ids = block.gate(x).softmax(-1).topk(2, dim=-1)
-    return x + mixed(block.experts, x, weights, ids)
-
-
-class Patched(Block):
-    """Its forward is a function of another name, which calls one that is no attribute."""
-
-    forward = forward_outside
-
-
-class ReturningMore(Block):
-    """Something comes before what it gives for each token."""
-
-    def forward(self, x):
-        return x + self.picked(x)[1]
-
-    def picked(self, x):
-        weights, ids = self.gate(x).softmax(-1).topk(2, dim=-1)
-        return weights.sum(), mixed(self.experts, x, weights, ids)
-
-
 class MaskingBelow(Block):
     """Gives weights of experts below the second best score away, whatever ids say."""
 
@@ -145,7 +117,7 @@ class Model(nn.Module):
 EXAMPLE = {"scale": 1.0, "tokens": TOKENS}
 
 
-@pytest.mark.parametrize("block", [Block, PickingInForward, CallingExperts, Patched, ReturningMore])
+@pytest.mark.parametrize("block", [Block, PickingInForward, CallingExperts])
 def test_blocks_that_select_by_themselves_are_recorded_and_replayed(block):
     model = Model(block)
     routed = attach(model, EXAMPLE)
@@ -191,30 +163,6 @@ def test_what_does_not_select_once_or_proves_nothing_is_named(fault):
     block, loops, said = REFUSED[fault]
     with pytest.raises(AttachError, match=said):
         attach(Model(block, loops), EXAMPLE)
-
-
-def test_peaked_gates_are_no_reason_to_refuse_a_block():
-    """Beside the best expert all others weigh 1e-8 and less."""
-    for block in (PickingInForward, CallingExperts):
-        model = Model(block)
-        for layer in model.layers:
-            nn.init.normal_(layer.gate.weight, std=20)
-        attach(model.to(torch.bfloat16), EXAMPLE)
-    model = Model(MaskingBelow)
-    nn.init.normal_(model.layers[0].gate.weight, std=20)
-    with pytest.raises(AttachError, match="no weight"):
-        attach(model.to(torch.bfloat16), EXAMPLE)
-
-
-def test_blocks_that_pick_alike_are_not_taken_for_one_another():
-    model = Model(CallingExperts)
-    for layer in model.layers:
-        nn.init.zeros_(layer.gate.weight)
-    routed = attach(model, EXAMPLE)
-    routes = torch.rand(2, 10, 2, 6).argsort(-1)[..., :2]
-    with routed.replay(routes), routed.record() as recording:
-        model(**EXAMPLE)
-    assert torch.equal(recording.ids()[0].long(), routes)
 
 
 class TopRouter(nn.Linear):
@@ -264,11 +212,6 @@ class OtherCalls(Model):
         return super().forward(text, 1.0)
 
 
-class HandingOn(Model):
-    def forward(self, tokens, **others):
-        return super().forward(tokens, 1.0, **others)
-
-
 class OfBatch(Model):
     def forward(self, **batch):
         return super().forward(batch["tokens"], 1.0)
@@ -277,14 +220,12 @@ class OfBatch(Model):
 def test_tokens_are_found_among_other_arguments():
     beside = {"attention_mask": torch.ones_like(TOKENS), "states": torch.ones(2, 10, 4)}
     assert attach(OtherCalls(), {**beside, "text": TOKENS}).hooks.tokens == "text"
-    for cls in (HandingOn, OfBatch):
-        assert attach(cls(), {"tokens": TOKENS}).hooks.tokens == "tokens"
+    assert attach(OfBatch(), {"tokens": TOKENS}).hooks.tokens == "tokens"
 
 
 WRONG_EXAMPLES = [
     (None, r"attach\(model, example=.* tokens, scale;"),
     ({"scale": 1.0}, r"has scale; .* Model"),
-    ({"scale": 1.0, "tokens": TOKENS[:0]}, r"scale, tokens; .* Model"),
     (TOKENS, "is a Tensor"),
     ({"tokens": TOKENS}, r"in eval.* tokens alone"),
 ]
@@ -309,28 +250,17 @@ def test_a_model_that_runs_in_training_alone_is_attached_in_it_and_left_so():
         attach(model.eval(), EXAMPLE)
 
 
-def attached():
-    """A tiny model, attached, what it picks by itself, and the experts of its last layer."""
+def test_a_block_that_swaps_ids_behind_its_router_is_told_once_in_every_session():
+    """As a framework's own replay does. The model is as attached until a session is open."""
     model = tiny("qwen3_moe", num_hidden_layers=2)
-    routed = attach(model)
+    routed, experts, hooks = attach(model), model.model.layers[1].mlp.experts, []
     with routed.record() as recording:
         model(input_ids=TOKENS)
     [own] = recording.ids()
-    return model, routed, own, model.model.layers[1].mlp.experts
-
-
-def next_ids(_, args):
-    return args[0], (args[1] + 1) % 8, *args[2:]
-
-
-def test_a_block_that_swaps_ids_behind_its_router_is_told_once_in_every_session():
-    """As a framework's own replay does. The model is as attached until a session is open."""
-    model, routed, own, experts = attached()
-    hooks = []
 
     def swap(_, args):
         hooks.append(len(experts._forward_pre_hooks))
-        return next_ids(_, args)
+        return args[0], (args[1] + 1) % 8, *args[2:]
 
     handle = experts.register_forward_pre_hook(swap)
     for session in (routed.record, lambda: routed.replay(own)):
@@ -342,41 +272,4 @@ def test_a_block_that_swaps_ids_behind_its_router_is_told_once_in_every_session(
         model(input_ids=TOKENS)
         assert not experts._forward_pre_hooks  # looked at once
         model(input_ids=TOKENS)
-    copy.deepcopy(model)
     assert hooks == [2, 2]
-
-
-def test_padding_may_go_to_any_expert_or_none():
-    """What a block does with rows that nothing is trained on is its own affair."""
-    model, routed, own, experts = attached()
-    mask = torch.ones_like(TOKENS)
-    mask[0, :2] = 0
-    to = [7]
-    experts.register_forward_pre_hook(
-        lambda _, args: (args[0], torch.where(mask.reshape(-1, 1) > 0, args[1], to[0]), *args[2:])
-    )
-    with routed.replay(own, mask):
-        model(input_ids=TOKENS, attention_mask=mask)
-    experts.forward = lambda x, *_: x
-    for to[0] in (8, -1):  # no expert of its
-        with routed.record():
-            model(input_ids=TOKENS, attention_mask=mask)
-
-
-def test_a_forward_that_fails_does_not_use_up_the_look_at_experts():
-    model, routed, _, experts = attached()
-
-    def fail(*_):
-        raise NotImplementedError
-
-    def run():
-        with routed.record():
-            failing = experts.register_forward_pre_hook(fail, prepend=True)
-            with pytest.raises(NotImplementedError):
-                model(input_ids=TOKENS)
-            failing.remove()
-            experts.register_forward_pre_hook(next_ids)
-            model(input_ids=TOKENS)
-
-    with pytest.raises(ReplayError, match="other ids"):
-        run()

@@ -3,24 +3,18 @@
 import re
 import runpy
 from contextlib import contextmanager
-from functools import partial
 from pathlib import Path
 
 import pytest
 import torch
-from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
-from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeTopKRouter
 
 import foreroute as fr
 from foreroute.adapters import hf
 from foreroute.core import ReplayError, attach
-from foreroute.core.passes import ReplayCounts
 from foreroute.core.route_ids import INTEGERS, UNSIGNED
 from foreroute.testing.models import tiny
-from tests.adapters.hf.families import build
 from tests.adapters.hf.model_runs import (
     batch_of,
-    checkpoint_by_hand,
     enable_checkpointing,
     experts_log,
     gradients,
@@ -58,12 +52,11 @@ def with_own_routes(**options):
     return model, routed, *own_routes(model, routed)
 
 
-@grid("family", ["qwen3_moe", "deepseek_v3", "gpt_oss"], quick=1)
-def test_tensors_and_traces_are_replayed_alike(family):
+def test_tensors_and_traces_are_replayed_alike():
     """Bits of the loss and of every gradient, routers' among them."""
     seen = {}
     for kind in ("trace", "tensors"):
-        model = tiny(family).train()
+        model = tiny("deepseek_v3").train()
         trace = random_routes(hf.attach(model).spec, BATCH)
         if kind == "trace":
             with hf.attach(model).replay(trace):
@@ -76,7 +69,7 @@ def test_tensors_and_traces_are_replayed_alike(family):
     assert same(seen["tensors"], seen["trace"])
 
 
-@grid("num_experts", [127, 128, 129, 256, 257, 32_768, 32_769], quick=2)
+@grid("num_experts", [127, 128, 256, 32_768], quick=2)
 def test_every_number_of_experts_is_attached_and_replayed(num_experts):
     """Ids are kept in the narrowest type that has -1 and E - 1, which may lack E: 128 of Qwen3-30B-A3B is one."""
     one_head = {"num_attention_heads": 1, "num_key_value_heads": 1}
@@ -113,47 +106,6 @@ def test_own_routes_change_no_bit_and_others_are_counted():
     assert lines[1].path == "model.layers.1.mlp.gate"
 
 
-@pytest.mark.parametrize("use_reentrant", [True, False])
-def test_picks_that_are_made_one_after_the_other_are_made_again(use_reentrant):
-    """PhiMoE picks one expert and then another; by the time of backward its routers would pick others."""
-    model = build("phimoe").train()
-    routed, spec = attach(model), hf.attach(model).spec
-    ids = padded(random_routes(spec, BATCH))
-    ids[:, ::2] = -1
-    checkpoint_by_hand(model, use_reentrant)
-    with routed.replay(ids, BATCH["attention_mask"]), experts_log(model) as log:
-        loss = loss_of(model, BATCH)
-        given = dict(log)
-        for router in routed.hooks.routers:
-            for weight in router.selecting[0].parameters():
-                weight.data.neg_()
-        loss.backward()
-    assert len(given) == spec.num_layers
-    assert len(log) == 2 * len(given)
-    assert all(torch.equal(given[path], ids) for path, ids in log)
-
-
-def test_a_selective_checkpoint_around_a_model_numbers_the_model_alone():
-    """Whatever it saves, replay leaves gradients as they are without a checkpoint."""
-    aten = torch.ops.aten
-    saved = [aten.add.Tensor, aten.bitwise_and.Tensor, aten.clone.default, aten.view.default, aten.where.self]
-    context_fn = partial(create_selective_checkpoint_contexts, saved)
-    seen = []
-    for is_checkpointed in (False, True):
-        model = tiny("qwen3_moe").train()
-        routed = attach(model)
-        routes = (own_routes(model, routed)[0].long() + 1) % 8
-        experts = model.model.layers[1].mlp.experts
-        experts.register_forward_pre_hook(lambda _, args: (args[0], args[1].clone(), *args[2:]))  # compared by value
-        loss = partial(loss_of, model, BATCH)
-        if is_checkpointed:
-            loss = partial(checkpoint, loss, use_reentrant=False, context_fn=context_fn)
-        with routed.listening(ReplayCounts()), routed.replay(routes, BATCH["attention_mask"]):
-            loss().backward()
-        seen.append(gradients(model))
-    assert same(*seen)
-
-
 def test_generate_is_recorded_and_replayed_along_its_cache():
     model = tiny("qwen3_moe").eval()
     routed = attach(model)
@@ -165,21 +117,6 @@ def test_generate_is_recorded_and_replayed_along_its_cache():
     with routed.replay(ids), routed.record() as again:
         assert torch.equal(model.generate(prompt, max_new_tokens=6, do_sample=False), tokens)
     assert torch.equal(again.ids()[0], ids)
-
-
-def test_routers_with_other_numbers_of_picks_are_replayed():
-    model = build("hunyuan_v1_moe", moe_topk=[1, 2], num_hidden_layers=2)
-    routed = attach(model)
-    assert [router.top_k for router in routed.hooks.routers] == [1, 2]
-    own, native = own_routes(model, routed)
-    assert (own[:, :, 0, 1] == -1).all()
-    with routed.replay(own), routed.record() as recording, torch.no_grad():
-        assert torch.equal(model(**BATCH, use_cache=False).logits, native)
-    other = own.clone()
-    other[:, :, 0, 0] = (own[:, :, 0, 0] + 1) % routed.hooks.routers[0].num_experts
-    with routed.replay(other), routed.record() as recording, torch.no_grad():
-        model(**BATCH, use_cache=False)
-    assert torch.equal(recording.ids()[0], other)
 
 
 @pytest.mark.parametrize(
@@ -231,12 +168,6 @@ def test_a_session_of_another_batch_or_without_a_forward_is_refused():
         pass
     with pytest.raises(ReplayError, match=r"nothing.*recorded.*thread"), routed.record():
         pass
-    with pytest.raises(ValueError, match="its own"), routed.record():
-        raise ValueError("its own")
-    with routed.replay(own):
-        with pytest.raises(ReplayError, match="already replaying"), routed.replay(own):
-            pass
-        model(**BATCH)
 
 
 @pytest.mark.slow
@@ -253,7 +184,7 @@ def test_examples_run(script, said, capsys):
     assert re.search(said, capsys.readouterr().out)
 
 
-@pytest.mark.parametrize("dtype", INTEGERS, ids=lambda dtype: str(dtype).removeprefix("torch."))
+@grid("dtype", INTEGERS, quick=2, ids=str)
 def test_ids_of_every_integer_type_are_replayed(dtype):
     """In an unsigned one -1 is its largest number: not recorded in all picks of a row, too large in one of them."""
     model, routed, own, native = with_own_routes()
@@ -270,36 +201,6 @@ def test_ids_of_every_integer_type_are_replayed(dtype):
     other[0, 3, :, 0] = 5
     with pytest.raises(ReplayError, match=r"3 rows.*range" if dtype in UNSIGNED else "3 rows with -1 beside"):
         replay(other.to(dtype))
-
-
-class UnflatteningRouter(Qwen3MoeTopKRouter):
-    """Limits its selection to two groups of experts, which it finds as torchtitan's routers do."""
-
-    def forward(self, hidden):
-        logits = torch.nn.functional.linear(hidden.reshape(-1, self.hidden_dim), self.weight)
-        scores = logits.sigmoid()
-        best = scores.unflatten(-1, (4, -1)).amax(-1).topk(2, dim=-1).indices
-        closed = torch.ones(len(scores), 4, dtype=torch.bool).scatter(1, best, False)
-        limited = scores.unflatten(-1, (4, -1)).masked_fill(closed[..., None], 0.0).flatten(1)
-        ids = limited.topk(self.top_k, dim=-1).indices
-        return logits, scores.gather(-1, ids), ids
-
-
-@pytest.mark.slow
-def test_a_compiled_router_may_unflatten():
-    model, plain = (tiny("qwen3_moe", num_hidden_layers=2, experts="grouped_mm") for _ in range(2))
-    seen = []
-    for each in (plain, model):
-        for layer in each.model.layers:
-            layer.mlp.gate.__class__ = UnflatteningRouter
-        routed = attach(each)
-        own, _ = own_routes(each, routed)
-        for layer in each.model.layers if each is model else ():
-            layer.compile(backend="eager", fullgraph=True)
-        with routed.replay((own.long() + 1) % 8, BATCH["attention_mask"]):
-            loss_of(each, BATCH).backward()
-        seen.append(gradients(each))
-    assert same(*seen)
 
 
 @grid(("use_reentrant", "most"), [(None, 16), (True, 48), (False, 52)], quick=1)
