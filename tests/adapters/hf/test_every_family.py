@@ -12,17 +12,15 @@ from transformers.models.auto.modeling_auto import MODEL_MAPPING_NAMES
 from foreroute.adapters import hf
 from foreroute.adapters.versions import PEERS
 from tests.adapters.hf import support_table
-from tests.adapters.hf.families import FAMILIES, MODELLING, SPARSE, lacks, skip_in_older
+from tests.adapters.hf.families import FAMILIES, MODELLING, lacks, skip_in_older
 from tests.adapters.hf.family_checks import (
     CHECKS,
     backends,
     checkpointing,
     configuration,
     foreign,
-    gradient,
     native,
     require_bit_equal,
-    weights,
 )
 from tests.adapters.hf.family_gates import GATES
 from tests.adapters.hf.family_refusals import REFUSED, inkling2_loop, refusal
@@ -36,16 +34,8 @@ AT_ONCE = [
 """One of each kind of gate, selection and attention, of which `make test` has most checks. The others are like one."""
 OWN_SELECTION = ["dbrx", "deepseek_v4", "jetmoe", "phimoe", "zaya"]
 """These do not select by one top-k in the forward of a router."""
-AT_ONCE_BY_TURNS = [native, gradient]
-"""Each runs the model forward and backward; `make test` has one of them of a family."""
-BY_TURNS = [checkpointing, backends]
-LONG = [*BY_TURNS, configuration]
-"""These take most of the time, and find what families alike have alike.
-
-A family has one of the first two by day: checkpointing, where its selection is its own.
-"""
-OF_EACH = [foreign, weights]
-"""What is shown by day of families that are like one of `AT_ONCE` too."""
+LONG = [native, checkpointing, backends, configuration]
+"""These find what families alike have alike. CI has two of them of a family that is in `AT_ONCE`, by turns."""
 LONG_AT_ONCE = ["deepseek_v3", "gpt_oss", "qwen3_moe"]
 """Families of which `make test` has every check."""
 ROUTES_NO_TOKENS = {"granite_docling": "its density router regresses a number of pages; there are no experts"}
@@ -72,14 +62,12 @@ def test_every_family_of_transformers_is_here():
 
 def marks_of(name, check):
     if name not in AT_ONCE:
-        return pytest.mark.slow if check in OF_EACH else pytest.mark.exhaustive
-    turn = AT_ONCE.index(name) % 2
-    if name in LONG_AT_ONCE or check not in [*LONG, AT_ONCE_BY_TURNS[turn]]:
+        return pytest.mark.slow if check is foreign else pytest.mark.exhaustive
+    if name in LONG_AT_ONCE or check not in LONG:
         return ()
-    # of those with indexers, test_without_weights.py has the configuration by day
-    by_night = backends if name in OWN_SELECTION else BY_TURNS[turn]
-    is_by_night = name in SPARSE if check is configuration else check is by_night
-    return pytest.mark.exhaustive if is_by_night else pytest.mark.slow
+    # a selection of its own is made again in checkpoints
+    by_day = {checkpointing, native} if name in OWN_SELECTION else set(LONG[AT_ONCE.index(name) % 2 :: 2])
+    return pytest.mark.slow if check in by_day else pytest.mark.exhaustive
 
 
 @pytest.mark.shows("Hugging Face", "73 families, left and right padding, checkpointing of both kinds")

@@ -14,10 +14,8 @@ from tests.adapters.hf.family_checks import (
     backends,
     checkpointing,
     foreign,
-    gradient,
     native,
     record,
-    weights,
 )
 from tests.adapters.hf.model_runs import random_routes
 
@@ -77,14 +75,14 @@ def a_recording_of_something_else(patch):
 
 
 BROKEN = [
-    (rows_one_off, foreign, "qwen3_moe deepseek_v3 dbrx llama4 jetmoe zaya"),
+    (rows_one_off, foreign, "qwen3_moe dbrx llama4 jetmoe"),
     (rows_one_off, backends, "qwen3_moe"),
-    (weights_by_another_rule, weights, "qwen3_moe gpt_oss jetmoe"),
-    (weights_by_another_rule, native, "qwen3_moe gpt_oss jetmoe"),
-    (routers_without_gradient, gradient, "qwen3_moe gpt_oss mixtral"),
-    (weights_from_zeroed_scores, weights, "deepseek_v2 unlimited_ocr deepseek_ocr2"),
-    (recomputation_on_its_own, checkpointing, "qwen3_moe jamba"),
-    (a_recording_of_something_else, record, "qwen3_moe phimoe deepseek_v4"),
+    (weights_by_another_rule, foreign, "gpt_oss"),
+    (weights_by_another_rule, native, "qwen3_moe"),
+    (routers_without_gradient, foreign, "qwen3_moe"),
+    (weights_from_zeroed_scores, foreign, "deepseek_v2"),
+    (recomputation_on_its_own, checkpointing, "qwen3_moe"),
+    (a_recording_of_something_else, record, "qwen3_moe"),
 ]
 
 
@@ -93,5 +91,5 @@ BROKEN = [
 )
 def test_broken_replay_fails_its_check(sabotage, check, name, monkeypatch):
     sabotage(monkeypatch)
-    with pytest.raises((AssertionError, RuntimeError) if check in (gradient, checkpointing) else AssertionError):
+    with pytest.raises((AssertionError, RuntimeError) if check is not record else AssertionError):
         check(name)

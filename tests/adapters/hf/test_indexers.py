@@ -4,6 +4,7 @@ The oracle is the attention of the unpatched code: what an indexer did not choos
 has not.
 """
 
+import itertools
 import re
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
@@ -12,7 +13,6 @@ from functools import lru_cache
 import numpy as np
 import pytest
 import torch
-from torch.utils._pytree import tree_map
 
 from foreroute.adapters import hf
 from foreroute.adapters.hf import indexers as hf_indexers
@@ -34,7 +34,6 @@ from tests.adapters.hf.model_runs import (
     enable_checkpointing,
     gradients,
     random_routes,
-    rows_log,
     sequences_of,
 )
 from tests.tiers import grid
@@ -89,15 +88,7 @@ OWN = {
 """The last has more columns than its queries see, from which an indexer that leaves nothing out chooses too."""
 
 
-def own_cases():
-    """Those of `AT_ONCE` have all by day, others one of the rarer two."""
-    for number, family in enumerate(SPARSE):
-        for case in OWN:
-            is_by_night = family not in AT_ONCE and case == ("padding alone", "all seen")[number % 2]
-            yield pytest.param(family, case, marks=pytest.mark.exhaustive if is_by_night else ())
-
-
-@grid(("family", "case"), own_cases(), quick=9)
+@grid(("family", "case"), [*zip(SPARSE, itertools.cycle(OWN)), *itertools.product(AT_ONCE, OWN)], quick=6)
 def test_own_choices_change_no_bit(family, case):
     """Of the output, and of what is executed; recording changes none either."""
     wide = {name: 64 for name in SPARSE[family] if name in ("index_topk", "index_topk_blocks", "topk_blocks")}
@@ -113,13 +104,6 @@ def test_own_choices_change_no_bit(family, case):
     assert traces[1].equals(traces[0])
     assert traces[0].streams["indexer"].valid_N.all()
     assert traces[0].num_rows == OWN[case]["attention_mask"].sum()
-
-
-def test_choices_are_recorded_where_they_are_asked_for():
-    model, routed = attached("deepseek_v32")
-    with routed.record() as recording, torch.no_grad():
-        output_of(model, BATCH)
-    assert "indexer" not in recording.trace().streams
 
 
 @grid("family", SPARSE, quick=4)
@@ -187,11 +171,7 @@ def keys_of(family, spec, units, position):
     return [token for token in tokens if token <= position]
 
 
-@grid(
-    "family",
-    [*AT_ONCE, *(pytest.param(each, marks=pytest.mark.exhaustive) for each in SPARSE if each not in AT_ONCE)],
-    quick=1,
-)
+@grid("family", AT_ONCE, quick=1)
 def test_checkpointing_changes_no_gradient(family):
     """Both kinds of it, with `backward()` outside of the session, under choices of no relation."""
     batch = batch_of(19, 12)
@@ -202,20 +182,12 @@ def test_checkpointing_changes_no_gradient(family):
     other = foreign_choices(trace, routed.indexers)
     plain, own = (trained(model, routed, batch, each) for each in (other, trace))
     assert any(not torch.equal(plain[name], own[name]) for name in plain)
-    for use_reentrant in (False, True):
+    for use_reentrant in (False, True) if family == "deepseek_v32" else (False,):
         enable_checkpointing(model, use_reentrant)
-        try:
-            ours = trained(model, routed, batch, other)
-        except RuntimeError as error:  # upstream's, as of a rotary embedding that trains: one graph for all layers
-            assert use_reentrant
-            untouched = build(family, **SPARSE[family])
-            enable_checkpointing(untouched, use_reentrant)
-            with pytest.raises(RuntimeError, match=re.escape(str(error))):
-                output_of(untouched, batch).square().mean().backward()
-        else:
-            assert plain.keys() == ours.keys()
-            for name, expected in plain.items():
-                torch.testing.assert_close(ours[name], expected, rtol=1e-5, atol=1e-7)
+        ours = trained(model, routed, batch, other)
+        assert plain.keys() == ours.keys()
+        for name, expected in plain.items():
+            torch.testing.assert_close(ours[name], expected, rtol=1e-5, atol=1e-7)
 
 
 def trained(model, routed, batch, trace):
@@ -277,35 +249,11 @@ def test_choices_are_recorded_while_a_model_generates():
         output_of(model, batch)
 
 
-def test_choices_of_drafts_that_were_rejected_are_left_out():
-    """The oracle is one forward over what was sampled.
-
-    Of few heads all may score a key with nothing, and which of such keys are chosen depends on how many there are.
-    """
-    model = build("glm_moe_dsa", **SPARSE["glm_moe_dsa"], index_n_heads=16)
-    if hasattr(model.model.layers[0].self_attn.indexer, "_cached_keys"):
-        skip_in_older("an indexer of this transformers keeps the keys of drafts that were rejected")
-    routed = hf.attach(model)
-    prompt = torch.tensor([[3, 5, 7, 3, 5, 7, 3, 5]])
-    with routed.record(indexers=True) as recording, rows_log(model.model) as rows:
-        sampled = model.generate(prompt, max_new_tokens=12, prompt_lookup_num_tokens=3, do_sample=False, pad_token_id=0)
-    with routed.record(indexers=True) as whole, torch.no_grad():
-        model(input_ids=sampled[:, :-1], use_cache=False)
-    num_rows = [sampled.shape[1] - 1]
-    assert sum(rows) > num_rows[0], "the control: drafts were rejected, and computed"
-    seen, expected = (each.streams["indexer"] for each in (recording.trace().truncated(num_rows), whole.trace()))
-    assert np.array_equal(seen.offsets, expected.offsets)
-    assert np.array_equal(seen.ids, expected.ids)
-
-
-@pytest.mark.parametrize("by", [1, -1], ids=["later", "earlier"])
-@grid("family", SPARSE, quick=3)
-def test_shifted_choices_are_refused(family, by):
+@pytest.mark.parametrize("family", AT_ONCE)
+def test_shifted_choices_are_refused(family):
     _, routed = attached(family)
     _, trace = recorded(family)
-    rows = np.concatenate(
-        [np.roll(np.arange(a, b), by) for a, b in zip(trace.offsets, trace.offsets[1:], strict=False)]
-    )
+    rows = np.concatenate([np.roll(np.arange(a, b), 1) for a, b in zip(trace.offsets, trace.offsets[1:], strict=False)])
     shifted = trace.with_stream("indexer", trace.streams["indexer"].take(rows))
     with pytest.raises(TraceContentError, match=r"indexer.*\d+ choices"), routed.replay(shifted):
         pass
@@ -367,24 +315,12 @@ def test_an_indexer_that_is_bypassed_or_deaf_is_refused_on_attach(monkeypatch):
         hf.attach(model)
 
 
-def test_an_unknown_indexer_leaves_routes_alone():
-    model = build("deepseek_v32", **SPARSE["deepseek_v32"])
-    for layer in model.model.layers:
-        of_class = type(layer.self_attn.indexer)
-        layer.self_attn.indexer.__class__ = type("NovelIndexer", (of_class,), {})
-    routed = hf.attach(model)
-    assert routed.indexers is None
-    with routed.replay(random_routes(routed.spec, BATCH)), torch.no_grad():
-        output_of(model, BATCH)
-
-
 @pytest.mark.slow
-@pytest.mark.parametrize("part", ["model.layers.0", pytest.param("", marks=pytest.mark.exhaustive)])
-def test_choices_in_what_is_compiled_are_refused_and_routes_alone_replayed(part):
+def test_choices_in_what_is_compiled_are_refused_and_routes_alone_replayed():
     expected, trace = recorded("deepseek_v32")
     model = build("deepseek_v32", **SPARSE["deepseek_v32"])
     routed = hf.attach(model)
-    model.get_submodule(part).compile(backend="eager")
+    model.model.layers[0].compile(backend="eager")
     with pytest.raises(ReplayError, match=r"eager.*alone"), routed.replay(trace), torch.no_grad():
         output_of(model, BATCH)
     with routed.replay(trace.without_streams()), torch.no_grad():
@@ -397,29 +333,6 @@ def on_device(batch):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("family", ["deepseek_v32", "minimax_m3_vl"])
-def test_a_layer_on_another_device_than_the_batch_takes_the_choices(family):
-    """As accelerate spreads a model: what enters the last layer moves there, and comes back."""
-    model, routed = attached(family)
-    _, trace = recorded(family)
-    other = foreign_choices(trace, routed.indexers)
-    with torch.no_grad(), routed.replay(other):
-        expected = output_of(model, BATCH)
-    with other_device(), torch.no_grad():
-        spread, moved = attached.__wrapped__(family)
-        [layers] = [each for path, each in spread.named_modules() if re.search(r"(^|model\.)layers$", path)][:1]
-        last = layers[-1].to(DEVICE)
-
-        def there(value, device=DEVICE):
-            return tree_map(lambda each: each.to(device) if isinstance(each, torch.Tensor) else each, value)
-
-        last.register_forward_pre_hook(lambda _, args, kwargs: (there(args), there(kwargs)), with_kwargs=True)
-        last.register_forward_hook(lambda *call: there(call[-1], "cpu"))
-        with moved.replay(other):
-            output = output_of(spread, BATCH)
-    torch.testing.assert_close(output, expected, rtol=1e-4, atol=1e-4)
-
-
-@grid("family", AT_ONCE, quick=0)
 def test_nobody_waits_for_choices(family, monkeypatch):
     """Neither in a pass that records them, nor in one that replays others, of which the CPU is the oracle."""
     model, routed = attached(family)
