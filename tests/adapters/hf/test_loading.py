@@ -188,6 +188,7 @@ def test_a_model_that_does_not_fit_into_memory_is_refused_before_it_is_made(fold
 
 
 def test_a_fifo_in_a_folder_is_named_and_not_opened(folder):
+    (folder / "chat_template.jinja").unlink()
     os.mkfifo(folder / "chat_template.jinja")
     for open_door in (load_local, trained, Tokenizer):
         with pytest.raises(ConfigError, match=r"chat_template\.jinja is a FIFO"):

@@ -17,7 +17,7 @@ from foreroute.testing.ranks import Workers
 from tests.adapters.hf.families import skip_where_nothing_is_spread
 from tests.adapters.hf.model_runs import batch_of, enable_checkpointing, forced_by_hand, gradients, random_routes, whole
 from tests.replay.session_subject import same
-from tests.roundings import GRADIENT_TERMS, require_rounded, roundings
+from tests.roundings import GRADIENT_TERMS, require_rounded
 
 BATCH = batch_of(9, 9, 6, 6)
 PROMPTS = batch_of(5, 5)["input_ids"]
@@ -111,14 +111,3 @@ def test_replay_is_that_of_a_model_on_its_own(ranks, plain, way):
             own = logits_RE.topk(2).indices.sort(-1).values.view(len(sampled), -1, 2)
             recorded = np.sort(ids_NLK[:, layer].reshape(len(sampled), -1, 2)[:, :-1], axis=-1)
             assert np.array_equal(own, recorded)
-
-
-def test_other_routes_would_be_seen(plain):
-    """The control: logits and gradients under other routes are a hundred times further off than roundings explain."""
-    model, logits, grads = plain
-    other = random_routes(hf.attach(tiny("qwen3_moe")).spec, BATCH, seed=2)
-    with forced_by_hand(model, other, BATCH):
-        seen, found = step(model, BATCH)
-    name = "model.layers.1.mlp.gate.weight"
-    for one, expected in ((seen, logits), (found[name], grads[name])):
-        assert (one - expected).abs().max() > 100 * roundings(GRADIENT_TERMS) * expected.abs().max()

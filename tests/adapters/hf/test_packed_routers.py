@@ -71,13 +71,11 @@ def packed_model(stored, path="mlp.router.gate"):
 WAYS = {
     "int8": as_bytes,
     "uint8": lambda weight: Bits(as_bytes(weight).view(torch.uint8).reshape(-1, 1)[::2], requires_grad=False),
-    "float8_e4m3fn": lambda weight: nn.Parameter(weight.to(torch.float8_e4m3fn), requires_grad=False),
     "int32": lambda weight: {"qweight": as_bytes(weight).data.view(torch.int32), "scales": weight[:1].half()},
     "int8 in a tensor around it": lambda weight: nn.Parameter(Wrapped(as_bytes(weight).data), requires_grad=False),
 }
 WHOLE = {
     "bfloat16": lambda weight: nn.Parameter(weight.bfloat16()),
-    "float32 in a tensor around it": lambda weight: nn.Parameter(Wrapped(weight), requires_grad=False),
     "counts and a mask": lambda weight: {
         "wide": weight,
         "counts": torch.zeros(len(weight), dtype=torch.int64),
