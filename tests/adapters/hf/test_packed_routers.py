@@ -35,10 +35,6 @@ class Wrapped(torch.Tensor):
         return func(*(each.held.float() if isinstance(each, cls) else each for each in args), **kwargs or {})
 
 
-class Bits(nn.Parameter):
-    """Two weights in each byte, in a column, as bitsandbytes has them."""
-
-
 class Packed(nn.Linear):
     """A projection whose `weight` is stored otherwise than it computes."""
 
@@ -70,7 +66,6 @@ def packed_model(stored, path="mlp.router.gate"):
 
 WAYS = {
     "int8": as_bytes,
-    "uint8": lambda weight: Bits(as_bytes(weight).view(torch.uint8).reshape(-1, 1)[::2], requires_grad=False),
     "int32": lambda weight: {"qweight": as_bytes(weight).data.view(torch.int32), "scales": weight[:1].half()},
     "int8 in a tensor around it": lambda weight: nn.Parameter(Wrapped(as_bytes(weight).data), requires_grad=False),
 }

@@ -140,16 +140,6 @@ def refuse(said, routed, routes, batch):
         outputs(routed.model, batch)
 
 
-def test_the_shape_of_an_image_is_a_part_of_it_and_its_precision_is_not(seeing):
-    model, routed, seen, _ = seeing
-    white = torch.ones(8, patch_width(model)) / 3
-    wide, high = (seen.batch((2,), images=[[], [], [(white, shape)]]) for shape in ((1, 2, 4), (1, 4, 2)))
-    trace = recorded(routed, wide)
-    with routed.replay(trace):
-        outputs(model, wide | {"pixel_values": wide["pixel_values"].bfloat16()})
-    refuse("another image", routed, trace, high)
-
-
 def test_images_left_out_or_painted_over_are_noticed_and_digests_can_be_left_out(seeing):
     model, routed, seen, trace = seeing
     batch = seen.batch()
@@ -201,33 +191,6 @@ def test_pixels_that_belong_to_unknown_tokens_are_warned_of(monkeypatch):
         model(input_ids=tokens, pixel_values=torch.zeros(1, 3, 16, 16), use_cache=False)
     with pytest.warns(UserWarning, match=r"pixel_values.*known"):
         assert PIXELS not in recording.trace().streams
-
-
-@pytest.mark.parametrize("axes", [3, 4])
-def test_packed_sequences_with_images_are_found_by_positions_on_several_axes(seeing, axes):
-    model, routed, seen, _ = seeing
-    alone = [seen.batch((s,)) for s in (0, 1, 2)]
-    with routed.record() as recording:
-        apart = torch.cat([outputs(model, batch) for batch in alone])
-    of_text = torch.cat([torch.arange(batch["input_ids"].shape[1]) for batch in alone])[None, None]
-    of_images = [
-        model.model.get_rope_index(
-            batch["input_ids"], mm_token_type_ids=batch["mm_token_type_ids"], image_grid_thw=batch.get("image_grid_thw")
-        )[0]
-        for batch in alone
-    ]
-    packed = {name: torch.cat([batch[name] for batch in alone], 1) for name in ("input_ids", "mm_token_type_ids")}
-    packed |= {name: seen.batch()[name] for name in ("pixel_values", "image_grid_thw")}
-    packed["position_ids"] = torch.cat([*([of_text] if axes == 4 else []), torch.cat(of_images, 2)])
-    trace = recording.trace()
-    with routed.replay(trace), routed.record() as again, torch.no_grad():
-        together = model(**packed, use_cache=False).logits[0]
-    assert again.trace().equals(trace)
-    if axes == 4:  # on three, transformers does not see where sequences begin, and lets them attend to each other
-        torch.testing.assert_close(together, apart, rtol=0, atol=1e-5)
-    other = packed | {"pixel_values": packed["pixel_values"].flip(0)}
-    with pytest.raises(BatchMismatchError, match="another image"), routed.replay(trace), torch.no_grad():
-        model(**other, use_cache=False)
 
 
 @pytest.mark.slow

@@ -21,9 +21,9 @@ from foreroute.core import untouched
 from foreroute.testing.models import tiny
 from tests.adapters.hf.families import skip_in_older
 from tests.adapters.hf.model_runs import (
-    CHECKPOINTING,
     EXPERTS,
     batch_of,
+    enable_checkpointing,
     gradients,
     loss_of,
     random_routes,
@@ -37,13 +37,12 @@ BATCH = batch_of(9, 9, 6, 6)
 """Each rank takes every second sequence: both have as many tokens, so that the mean of their losses is the loss."""
 
 CASES = [
-    ("fsdp", "reentrant", False),
-    ("fsdp", "non_reentrant", True),
-    ("fsdp", "wrapper_reentrant", True),
-    ("ddp", "non_reentrant", False),
-    ("fsdp, with adapters", "non_reentrant", False),
+    ("fsdp", True, False),
+    ("fsdp", False, True),
+    ("ddp", False, False),
+    ("fsdp, with adapters", False, False),
 ]
-"""How it is distributed, how it checkpoints, and whether it is attached before it is distributed."""
+"""How it is distributed, whether its checkpoints are reentrant, and whether it is attached before it is distributed."""
 
 
 def policy(parallel=""):
@@ -65,10 +64,10 @@ def shard(model):
     return fully_shard(model, mesh=mesh)
 
 
-def train_on_rank(rank, parallel, kind, attach_first):
+def train_on_rank(rank, parallel, use_reentrant, attach_first):
     """Loss, gradients and telemetry; backward runs outside the session."""
     model = policy(parallel)
-    CHECKPOINTING[kind](base_of(model))
+    enable_checkpointing(base_of(model), use_reentrant)
     routed = hf.attach(model) if attach_first else None
     wrapped = DistributedDataParallel(model) if parallel == "ddp" else model
     if parallel != "ddp":
@@ -79,16 +78,12 @@ def train_on_rank(rank, parallel, kind, attach_first):
     with routed.replay(trace, telemetry=True) as session:
         loss = loss_of(wrapped, mine)
     loss.backward()
-    return outcome(loss, full_gradients(model), session)
+    return outcome(loss, gradients(model), session)
 
 
 def outcome(loss, grads, session):
     shared_L, counts_LE = session.agreement().shared_L, session.expert_counts_LE()
     return loss.detach(), grads, torch.from_numpy(shared_L), torch.from_numpy(counts_LE)
-
-
-def full_gradients(model):
-    return {name.replace("_checkpoint_wrapped_module.", ""): value for name, value in gradients(model).items()}
 
 
 def every_case(rank):

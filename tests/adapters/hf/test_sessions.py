@@ -1,22 +1,17 @@
 """What sessions of transformers' models have beside those of others: caches, copies, masks, random numbers."""
 
-import ast
 import copy
 import pickle
 import warnings
-from pathlib import Path
 
 import pytest
 import torch
-import transformers
 
-import foreroute as fr
 from foreroute import core
 from foreroute.adapters import hf
 from foreroute.errors import BatchMismatchError, ReplayError
 from foreroute.testing.counting_device import DEVICE, other_device
 from foreroute.testing.models import tiny
-from tests.adapters.hf.families import skip_in_older
 from tests.adapters.hf.model_runs import batch_of, with_routes
 from tests.tiers import grid
 
@@ -40,14 +35,6 @@ def test_what_was_attached_can_be_copied_with_its_model(copied):
     assert not results[1].any()
 
 
-@pytest.mark.parametrize("dtype", [torch.bool, torch.int32, torch.float32, torch.bfloat16, torch.float16])
-def test_masks_of_zeros_and_ones_may_have_any_type(dtype):
-    model, routed, trace = with_routes(BATCH)
-    with routed.record() as recording, routed.replay(trace), torch.no_grad():
-        model(input_ids=BATCH["input_ids"], attention_mask=BATCH["attention_mask"].to(dtype))
-    assert recording.trace().equals(trace)
-
-
 def test_a_forward_that_continues_a_cache_is_not_replayed():
     """Even where its tokens are those of the trace: they stand at other positions."""
     batch = batch_of(4, seed=1)
@@ -69,15 +56,6 @@ def test_continuous_batching_is_refused_before_it_begins():
         with pytest.raises(ReplayError, match=r"thread.*generate"), session:
             model.generate_batch([[1, 2, 3]], max_new_tokens=2)
     assert "init_continuous_batching" not in vars(model)
-
-
-def test_continuous_batching_is_refused_by_sessions_of_tensors_when_it_runs():
-    if not hasattr(transformers, "ContinuousBatchingConfig"):
-        skip_in_older("this transformers has no configuration that keeps its cache small")
-    model = tiny("qwen3_moe")
-    config = transformers.ContinuousBatchingConfig(num_blocks=16, max_batch_tokens=64)
-    with pytest.raises(core.ReplayError, match=r"thread.*opened"), core.attach(model).record():
-        model.generate_batch([[1, 2, 3]], max_new_tokens=2, continuous_batching_config=config)
 
 
 GOES_ON = {
@@ -123,27 +101,6 @@ def test_positions_of_padding_and_of_a_part_of_longer_sequences_are_no_matter():
         model(**part)
 
 
-@pytest.mark.exhaustive  # of a model as it is, tests/replay refuses it by day
-def test_decode_steps_of_another_batch_are_refused_of_a_compiled_model_too():
-    """Where nobody sees the tensors of a cache, by their numbers."""
-    model = tiny("qwen3_moe", experts="grouped_mm", num_hidden_layers=1).eval()
-    routed = hf.attach(model)
-    first, second = batch_of(4, seed=1)["input_ids"], batch_of(6, seed=2)["input_ids"]
-    compiled = torch.compile(model, backend="eager")
-    with routed.record() as recording, torch.no_grad():
-        cache = compiled(input_ids=first, use_cache=True).past_key_values
-        compiled(input_ids=second, use_cache=True)
-        compiled(input_ids=torch.tensor([[5]]), past_key_values=cache, use_cache=True)
-    with pytest.raises(ReplayError, match=r"1 sequences.*4.*positions.*1.*6"):
-        recording.trace()
-
-
-def test_a_model_that_does_not_repeat_itself_is_attached_by_its_routes():
-    model = tiny("qwen3_moe")
-    model.lm_head.register_forward_hook(lambda m, a, out: out + 0.01 * torch.randn_like(out))
-    assert hf.attach(model).spec.num_experts == 8
-
-
 def test_attaching_on_a_machine_of_two_gpus_warns_of_nothing(monkeypatch):
     """`fork_rng` does, once in a process, unless it is told whose numbers to keep."""
     kept = []
@@ -155,15 +112,3 @@ def test_attaching_on_a_machine_of_two_gpus_warns_of_nothing(monkeypatch):
         warnings.simplefilter("error")
         hf.attach(tiny("qwen3_moe"))
     assert kept == [0, 1], "where it is attached; what makes a model on the CPU leaves GPUs alone"
-
-
-def test_nothing_forks_the_random_state_without_naming_the_devices():
-    """Where a model is loaded, or tried out by a trainer, it would warn just so."""
-    found = []
-    for path in Path(fr.__file__).parent.rglob("*.py"):
-        text = path.read_text(encoding="utf-8")
-        for node in ast.walk(ast.parse(text)) if "fork_rng" in text else ():
-            if isinstance(node, ast.Call) and ast.unparse(node.func).endswith("fork_rng"):
-                found.append(path.name)
-                assert node.args or "devices" in [keyword.arg for keyword in node.keywords], f"{path}:{node.lineno}"
-    assert {"untouched.py", "checks.py", "loading.py", "without_weights.py"} <= set(found)

@@ -19,7 +19,7 @@ PADDED = batch_of(9, 6, 4)
 KEPT = PADDED["attention_mask"].bool().reshape(-1)
 
 
-@grid("name", ["dbrx", "deepseek_v4", "jetmoe", "llama4", "phimoe", "zaya"], quick=3)
+@grid("name", ["deepseek_v4", "jetmoe", "llama4", "phimoe"], quick=2)
 def test_padded_rows_route_themselves_and_the_others_are_forced(name):
     model, routed = attached(name)
     trace = foreign_routes(routed, PADDED)
@@ -82,12 +82,6 @@ def test_phimoe_in_training_picks_at_random_and_its_own_picks_replay_bit_for_bit
     model.train()
     with routed.replay(sampled.trace()):
         assert torch.equal(run(model), native)
-
-
-def test_attention_experts_of_jetmoe_have_rows_of_their_own_in_the_order_they_run():
-    _, routed = attached("jetmoe")
-    kinds = [(layer.index, layer.kind) for layer in routed.spec.layers]
-    assert kinds == [(n, kind) for n in range(3) for kind in (LayerKind.ATTENTION, LayerKind.DECODER)]
 
 
 def test_vision_experts_of_ernie_are_left_out_and_vision_tokens_refused():

@@ -8,7 +8,6 @@ import subprocess
 import sys
 
 import pytest
-import torch
 import transformers
 
 from foreroute.adapters import hf
@@ -22,28 +21,22 @@ from tests.tiers import grid
 
 OTHERWISE = [
     ("qwen3_moe", {"decoder_sparse_step": 2, "mlp_only_layers": [1], "num_hidden_layers": 6}),
-    ("qwen3_vl_moe", {"mlp_only_layers": [0, 2]}),
     ("jamba", {"expert_layer_period": 3, "expert_layer_offset": 0, "num_hidden_layers": 5}),
     ("llama4", {"interleave_moe_layer_step": 2, "num_hidden_layers": 5}),
     ("deepseek_v3", {"first_k_dense_replace": 2}),
     ("dots3_note", {"moe_layer_freq": [0, 0, 1]}),
     ("step3p7", {"mlp_layer_types": None, "moe_layers_enum": "0,2"}),
-    ("nemotron_h", {"layers_block_type": None, "hybrid_override_pattern": "MEM*E-", "num_hidden_layers": 6}),
     ("deepseek_v4", {"mlp_layer_types": None, "num_hash_layers": 2}),
-    ("hunyuan_v1_moe", {"moe_topk": [1, 3, 2]}),
 ]
-AT_ONCE = 7
-"""So many in every run: one for each way in which configurations name dense layers. The others run by night."""
+"""One for each way in which configurations name dense layers."""
 
 
 @grid(
     ("name", "fields"),
     [
-        *OTHERWISE[:AT_ONCE],
-        *(pytest.param(*case, marks=pytest.mark.slow) for case in SPARSE.items()),
-        *(pytest.param(*case, marks=pytest.mark.exhaustive) for case in OTHERWISE[AT_ONCE:]),
+        *OTHERWISE,
+        *((name, SPARSE[name]) for name in ("deepseek_v4", "glm5_next", "minimax_m3_vl")),
     ],
-    ids=lambda value: str(value)[:40],
     quick=1,
 )
 def test_other_layers_than_those_of_the_default_are_seen(name, fields, tmp_path):
@@ -54,21 +47,13 @@ def test_other_layers_than_those_of_the_default_are_seen(name, fields, tmp_path)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("name", "layers", "experts", "picks"),
-    [
-        pytest.param("qwen3_vl_moe", range(24), 60, 4, marks=pytest.mark.exhaustive),
-        ("ernie4_5_vl_moe", range(1, 28), 64, 6),  # whose decoder transformers has in no table
-        pytest.param("kimi_k25", range(3, 61), 256, 8, marks=pytest.mark.exhaustive),
-    ],
-)
-def test_models_that_no_machine_holds_take_no_memory(name, layers, experts, picks, tmp_path):
-    """As published: each has a decoder within, that of the largest is a DeepSeek-V3 of 671 billion weights."""
+def test_models_that_no_machine_holds_take_no_memory(tmp_path):
+    """As published, with a decoder within that transformers has in no table."""
     path = tmp_path / "config.json"
-    path.write_text(transformers.CONFIG_MAPPING[name]().to_json_string(use_diff=True))
+    path.write_text(transformers.CONFIG_MAPPING["ernie4_5_vl_moe"]().to_json_string(use_diff=True))
     spec, _, _ = structure_of(path)
-    assert [layer.index for layer in spec.layers] == list(layers)
-    assert (spec.num_experts, spec.top_k) == (experts, picks)
+    assert [layer.index for layer in spec.layers] == list(range(1, 28))
+    assert (spec.num_experts, spec.top_k) == (64, 6)
 
 
 def test_a_folder_says_all_that_decoding_needs(tmp_path):
@@ -124,15 +109,6 @@ def test_sizes_that_transformers_does_not_read_are_refused(values, tmp_path):
 def spec_of(values, folder):
     (folder / "config.json").write_text(json.dumps(values))
     return ServedModel.at(folder).spec
-
-
-def test_nothing_is_left_behind(tmp_path):
-    path = written(tmp_path, build("qwen3_moe"))
-    state, dtype = torch.get_rng_state(), torch.get_default_dtype()
-    structure_of(path)
-    assert torch.equal(torch.get_rng_state(), state)
-    assert torch.get_default_dtype() == dtype
-    assert torch.zeros(1).tolist() == [0.0]
 
 
 @pytest.mark.parametrize(
