@@ -165,48 +165,6 @@ def test_what_does_not_select_once_or_proves_nothing_is_named(fault):
         attach(Model(block, loops), EXAMPLE)
 
 
-class TopRouter(nn.Linear):
-    def forward(self, x):
-        return super().forward(x).softmax(-1).topk(2, dim=-1)
-
-
-class Named(CallingExperts):
-    def __init__(self):
-        super().__init__()
-        self.gate = TopRouter(16, 6)
-
-    def forward(self, x):
-        rows = x.flatten(0, 1)
-        weights, ids = self.gate(rows)
-        return x + self.experts(rows, ids, weights).view(x.shape)
-
-
-class Sparse(nn.Linear):
-    """Keeps the largest of the activations of each token."""
-
-    def __init__(self):
-        super().__init__(16, 16)
-
-    def forward(self, x):
-        wide = functional.gelu(super().forward(x))
-        kept, at = wide.topk(4, dim=-1)
-        return x + torch.zeros_like(wide).scatter(-1, at, kept)
-
-
-class Best(nn.Linear):
-    def forward(self, x):
-        logits = super().forward(x)
-        self.best = logits.topk(3, dim=-1).indices
-        return logits
-
-
-def test_beside_routers_another_selection_for_each_token_is_none():
-    model = Model(Named)
-    model.layers.insert(0, Sparse())
-    model.head = Best(16, 20)
-    assert [each.path for each in attach(model, EXAMPLE).hooks.routers] == ["layers.1.gate", "layers.2.gate"]
-
-
 class OtherCalls(Model):
     def forward(self, text, attention_mask=None, states=None):
         return super().forward(text, 1.0)

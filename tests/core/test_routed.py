@@ -15,7 +15,6 @@ from foreroute.core.route_ids import INTEGERS, UNSIGNED
 from foreroute.testing.models import tiny
 from tests.adapters.hf.model_runs import (
     batch_of,
-    enable_checkpointing,
     experts_log,
     gradients,
     loss_of,
@@ -106,19 +105,6 @@ def test_own_routes_change_no_bit_and_others_are_counted():
     assert lines[1].path == "model.layers.1.mlp.gate"
 
 
-def test_generate_is_recorded_and_replayed_along_its_cache():
-    model = tiny("qwen3_moe").eval()
-    routed = attach(model)
-    prompt = BATCH["input_ids"][:1, :5]
-    with routed.record() as recording:
-        tokens = model.generate(prompt, max_new_tokens=6, do_sample=False)
-    [ids] = recording.ids()
-    assert ids.shape[:2] == (1, tokens.shape[1] - 1)
-    with routed.replay(ids), routed.record() as again:
-        assert torch.equal(model.generate(prompt, max_new_tokens=6, do_sample=False), tokens)
-    assert torch.equal(again.ids()[0], ids)
-
-
 @pytest.mark.parametrize(
     ("change", "said"),
     [([99], "an id out of range"), ([3, 3], "an expert twice"), ([-1], "-1 beside experts")],
@@ -203,17 +189,15 @@ def test_ids_of_every_integer_type_are_replayed(dtype):
         replay(other.to(dtype))
 
 
-@grid(("use_reentrant", "most"), [(None, 16), (True, 48), (False, 52)], quick=1)
-def test_a_layer_costs_few_calls(use_reentrant, most):
-    """Forward and backward, however many guards there are; recomputed layers run twice, each in its own pass."""
+def test_a_layer_costs_few_calls():
+    """Forward and backward, however many guards there are."""
 
     @contextmanager
     def steps(layers):
         model = tiny("qwen3_moe", num_hidden_layers=layers, norm_topk_prob=False)
-        enable_checkpointing(model, use_reentrant)
         routed = attach(model)
         routes, _ = own_routes(model, routed)
         with routed.replay(routes, BATCH["attention_mask"]):
             yield lambda: loss_of(model, BATCH).backward()
 
-    assert 1 < calls_per_layer(steps) <= most
+    assert 1 < calls_per_layer(steps) <= 16

@@ -1,15 +1,12 @@
 """Every MoE family of the installed transformers, checked; docs/huggingface.md says exactly what came out."""
 
-import copy
 import re
 
 import pytest
-import torch
 import transformers
 from transformers.models.auto.configuration_auto import model_type_to_module_name
 from transformers.models.auto.modeling_auto import MODEL_MAPPING_NAMES
 
-from foreroute.adapters import hf
 from foreroute.adapters.versions import PEERS
 from tests.adapters.hf import support_table
 from tests.adapters.hf.families import FAMILIES, MODELLING, lacks, skip_in_older
@@ -20,10 +17,9 @@ from tests.adapters.hf.family_checks import (
     configuration,
     foreign,
     native,
-    require_bit_equal,
 )
 from tests.adapters.hf.family_gates import GATES
-from tests.adapters.hf.family_refusals import REFUSED, inkling2_loop, refusal
+from tests.adapters.hf.family_refusals import REFUSED, refusal
 
 ROUTES = re.compile(r"^class (\w*(?:MoE|Moe|MOE|Experts?|Router|TopKGating)\w*)\(", re.MULTILINE)
 AT_ONCE = [
@@ -101,12 +97,3 @@ def test_the_committed_table_has_these_families_and_no_others():
     for name, (gate, model, exceptions) in rows.items():
         assert (gate, model) == (str(GATES[name]), support_table.class_to_name(FAMILIES[name].model))
         assert exceptions.keys() <= {check.__name__ for check in CHECKS}
-
-
-def test_a_looped_model_of_one_pass_is_replayed():
-    """The control of its refusal, which is of the loop and not of the family."""
-    if not (MODELLING / "inkling2_loop").exists():
-        skip_in_older("this transformers has no inkling2_loop")
-    torch.manual_seed(0)
-    model = inkling2_loop(passes=1)
-    require_bit_equal(copy.deepcopy(model), model, hf.attach(model))

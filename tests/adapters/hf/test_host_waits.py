@@ -17,7 +17,6 @@ from foreroute.adapters import hf
 from foreroute.adapters.hf.trace_rows import TraceRows
 from foreroute.errors import BatchMismatchError
 from foreroute.layout import locate_rows, pack, pad
-from foreroute.replay import rows as rows_of_traces
 from foreroute.testing.counting_device import DEVICE, other_device
 from foreroute.testing.models import tiny
 from foreroute.trace import RoutingTrace, concatenate
@@ -161,19 +160,6 @@ def test_rows_are_found_on_the_device_as_on_the_host(batch, policy, monkeypatch)
     assert seen[2].equals(expected[2])
 
 
-def test_what_the_device_alone_cannot_place_is_placed_by_the_host():
-    """Padding alone, as of a rank that got no sequence, and lengths that stayed on the CPU."""
-    with other_device():
-        there = model_there()
-        batch = {name: 0 * given for name, given in padded("left").items()}
-        _, mask_BT, executed = replayed(there, given_on(DEVICE, batch), trace_of(there.spec).truncated([0, 0, 0]))
-        assert not mask_BT.any()
-        assert not executed.num_rows
-        trace, given = trace_of(there.spec), given_on(DEVICE, BATCHES["packed, with lengths"])
-        given["cu_seq_lens_q"] = torch.from_numpy(OFFSETS)
-        assert replayed(there, given, trace)[2].num_rows == trace.num_rows
-
-
 def put(name, place, value):
 
     def spoil(batch):
@@ -256,29 +242,6 @@ def test_traces_and_layouts_are_taken_and_refused_there(batch, traced, how, mess
         trace = concatenate([trace, *([RoutingTrace.unrouted(there.spec, more)] if more else [])])
         with nullcontext() if message is None else pytest.raises(BatchMismatchError, match=message):
             replayed(there, given_on(DEVICE, batch), trace, **how)
-
-
-@pytest.mark.parametrize("policy", [{}, {"padding": "spread"}, {"missing": "drop"}])
-def test_rows_made_once_move_nothing_in_later_sessions_and_replay_the_same(policy, monkeypatch):
-    """As a trainer holds them: recompute, then an update on the padding of another side, then another epoch."""
-    moved, move = [], rows_of_traces.joined_to_device
-    monkeypatch.setattr(rows_of_traces, "joined_to_device", lambda parts, to: moved.append(to) or move(parts, to))
-    with other_device():
-        routed = model_there()
-        trace = trace_of(routed.spec, POLICIES["drop" if policy else "whole"][1])
-        policy = policy | ({"missing": "drop"} if policy else {})
-        right, left = given_on(DEVICE, padded("right")), given_on(DEVICE, padded("left"))
-        expected = [replayed(routed, given, trace, **policy) for given in (right, left, right)]
-        assert moved  # the control
-        rows = routed.rows(trace)
-        seen = [replayed(routed, given, rows, **policy) for given in (right, left)]
-        moved.clear()
-        seen.append(replayed(routed, given_on(DEVICE, padded("right")), rows, **policy))
-        assert not moved
-    for one, other in zip(seen, expected, strict=True):
-        assert torch.equal(one[0], other[0])
-        assert torch.equal(one[1], other[1])
-        assert one[2].equals(other[2])
 
 
 def test_rows_made_once_are_compared_with_every_batch_though_nobody_counts_who_writes_to_it():

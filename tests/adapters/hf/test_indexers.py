@@ -22,7 +22,6 @@ from foreroute.errors import (
     ConfigError,
     ReplayError,
     SpecMismatchError,
-    TraceContentError,
 )
 from foreroute.replay.indexers import IndexerRows
 from foreroute.testing.counting_device import DEVICE, other_device
@@ -224,39 +223,6 @@ def test_layouts_move_choices_with_their_tokens(family):
             assert recording.trace().equals(other), name
             if name != "packed" or family not in ("qwen4_exp",):  # its linear attention runs on over a packed row
                 torch.testing.assert_close(output[kept], torch.cat(alone), rtol=0, atol=5e-4)
-
-
-def test_choices_are_recorded_while_a_model_generates():
-    """One token at a time, behind a cache and left padding: what the indexers returned, and none for the last token."""
-    model, routed = attached("deepseek_v32")
-    prompts, returned = batch_of(9, 5, side="left"), []
-    note = model.model.layers[1].self_attn.indexer.register_forward_hook(
-        lambda *call: returned.append(call[-1].clone())
-    )
-    with routed.record(indexers=True) as recording:
-        sampled = model.generate(**prompts, max_new_tokens=9, do_sample=False, eos_token_id=-1, pad_token_id=0)
-    note.remove()
-    batch = {"input_ids": sampled, "attention_mask": torch.cat([prompts["attention_mask"], torch.ones(2, 9)], 1).long()}
-    rollout = recording.rollout(*batch.values())
-    stream = rollout.streams["indexer"]
-    assert stream.valid_N.tolist() == [True] * 17 + [False] + [True] * 13 + [False]
-    by_slot = [step[:, t] for step in returned for t in range(step.shape[1])]
-    for b, padding in enumerate((0, 4)):
-        for p in range(17 - padding):
-            expected = sorted({int(i) - padding for i in by_slot[p + padding][b]} & set(range(p + 1)))
-            assert chosen(rollout, routed.indexers, stream, b, p, 1, 0) == expected, (b, p)
-    with routed.replay(rollout), torch.no_grad():  # where the sampled token chooses for itself
-        output_of(model, batch)
-
-
-@pytest.mark.parametrize("family", AT_ONCE)
-def test_shifted_choices_are_refused(family):
-    _, routed = attached(family)
-    _, trace = recorded(family)
-    rows = np.concatenate([np.roll(np.arange(a, b), 1) for a, b in zip(trace.offsets, trace.offsets[1:], strict=False)])
-    shifted = trace.with_stream("indexer", trace.streams["indexer"].take(rows))
-    with pytest.raises(TraceContentError, match=r"indexer.*\d+ choices"), routed.replay(shifted):
-        pass
 
 
 def test_choices_of_another_model_are_refused():

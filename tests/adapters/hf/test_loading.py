@@ -202,10 +202,3 @@ def test_a_damaged_file_is_one_error(folder, content):
         for open_door in doors:
             with pytest.raises(ConfigError, match=r"config\.json|transformers|read"):
                 open_door(folder)
-
-
-@pytest.mark.parametrize("name", ["x" * 5000, "a\0b", "\udcff"])
-def test_a_path_that_no_system_has_leads_nowhere(name):
-    for door in (load_local, trained, Tokenizer):
-        with pytest.raises(ConfigError, match="nothing"):
-            door(Path(name))

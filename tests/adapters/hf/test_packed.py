@@ -7,7 +7,6 @@ import numpy as np
 import pytest
 import torch
 
-import foreroute as fr
 from foreroute.adapters import hf
 from foreroute.errors import BatchMismatchError
 from foreroute.testing.models import tiny
@@ -129,17 +128,6 @@ def test_positions_that_restart_at_the_offsets_are_enough_and_checkpointing_make
         seen = model(**given).logits[0]
         seen.sum().backward()
     torch.testing.assert_close(seen, expected, rtol=0, atol=2e-5)
-
-
-def test_padding_at_the_end_of_a_row_is_sequences_without_a_route():
-    model, routed, trace = with_routes(ALONE)
-    batch = {name: torch.nn.functional.pad(value, (0, 2)) for name, value in packed(ROWS["one row"]).items()}
-    with pytest.raises(BatchMismatchError, match=r"batch.*8 sequences"), routed.replay(trace):
-        model(**batch, use_cache=False)
-    padded = fr.concatenate([trace, fr.RoutingTrace.unrouted(trace.spec, [[0], [0]])])
-    with routed.replay(padded), routed.record() as recording, torch.no_grad():
-        model(**batch, use_cache=False)
-    assert np.array_equal(recording.trace().expert_ids_NLK[:-2], trace.expert_ids_NLK)
 
 
 def test_a_batch_of_padding_alone_is_replayed_as_it_was_recorded():

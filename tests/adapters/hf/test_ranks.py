@@ -10,16 +10,12 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import FSDPModule, fully_shard
-from torch.distributed.tensor import DTensor
+from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
-from transformers import AutoModelForCausalLM
-from transformers.distributed import DistributedConfig
 
 from foreroute.adapters import hf
 from foreroute.core import untouched
 from foreroute.testing.models import tiny
-from tests.adapters.hf.families import skip_in_older
 from tests.adapters.hf.model_runs import (
     EXPERTS,
     batch_of,
@@ -124,21 +120,9 @@ def test_losses_and_gradients_are_those_of_a_single_process(ranks, case):
     assert torch.equal(one[3] + other[3], counts_LE)
 
 
-def sharded_by_hand(folder):
-    return shard(policy())
-
-
-def sharded_by_transformers(folder):
-    how = {"distributed_config": DistributedConfig(fsdp_size=2), "experts_implementation": "grouped_mm"}
-    return AutoModelForCausalLM.from_pretrained(folder, **how, trust_remote_code=False, use_safetensors=True)
-
-
-SHARDINGS = {"fully_shard": sharded_by_hand, "DistributedConfig": sharded_by_transformers}
-
-
-def weights_after_training(rank, sharding, folder, attaching, mended=True):
+def weights_after_training(rank, attaching, mended=True):
     """Names of parameters that never moved, and all of them, after three steps of an optimizer made after attaching."""
-    model = SHARDINGS[sharding](folder)
+    model = shard(policy())
     with pytest.MonkeyPatch.context() as patch:
         if not mended:
             patch.setattr(untouched, "reshard", lambda model: None)
@@ -168,49 +152,12 @@ def full_weights(model):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("sharding", SHARDINGS)
-def test_an_optimizer_trains_what_it_would_without_attaching_and_recording(workers, sharding, tmp_path):
-    if sharding == "DistributedConfig" and "fsdp_size" not in DistributedConfig.__dataclass_fields__:
-        skip_in_older("this transformers shards no model itself")
-    policy().save_pretrained(tmp_path)
-    runs = [
-        workers(2).run(weights_after_training, sharding, tmp_path, *case) for case in ((False,), (True,), (True, False))
-    ]
+def test_an_optimizer_trains_what_it_would_without_attaching_and_recording(workers):
+    runs = [workers(2).run(weights_after_training, *case) for case in ((False,), (True,), (True, False))]
     (without, plain), (attached, ours), (lost, _) = (ranks[0] for ranks in runs)
     assert attached == without
     assert all(torch.equal(ours[name], plain[name]) for name in plain)
     assert len(lost) > len(without)  # the control: a forward without backward, and nothing put back
-
-
-def sessions_after_other_passes(rank, before):
-    """Sessions with a backward on a model that something else left gathered."""
-    model = shard(policy())
-    routed = hf.attach(model)
-    mine = {name: value[rank::2] for name, value in BATCH.items()}
-    trace = random_routes(routed.spec, BATCH).select(np.arange(rank, 4, 2))
-    if before == "accumulated":
-        model.set_reshard_after_backward(False)
-        with routed.replay(trace):
-            loss_of(model, mine).backward()
-        model.set_reshard_after_backward(True)
-    else:
-        for module in model.modules():
-            if isinstance(module, FSDPModule):
-                module.unshard()
-        hf.attach(model)
-    with routed.record() as recording:
-        loss_of(model, mine).backward()
-    with routed.replay(recording.trace()):
-        loss_of(model, mine).backward()
-    lost = [name for name, each in model.named_parameters() if not isinstance(each, DTensor)]
-    return lost, sum(each.to_local().numel() for each in model.parameters())
-
-
-@pytest.mark.parametrize("before", ["accumulated", "gathered by hand"])
-def test_what_was_gathered_before_a_session_is_no_concern_of_it(workers, before):
-    for lost, elements in workers(2).run(sessions_after_other_passes, before):
-        assert not lost
-        assert elements
 
 
 def ask_of_the_page(rank, num_forwards_G):

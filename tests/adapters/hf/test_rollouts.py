@@ -10,7 +10,6 @@ import torch
 from foreroute.adapters import hf
 from foreroute.errors import BatchMismatchError
 from foreroute.testing.models import tiny
-from foreroute.trace import digest
 from tests.adapters.hf.model_runs import batch_of
 from tests.tiers import grid
 
@@ -96,17 +95,6 @@ def test_masks_of_sliding_windows_alone_are_refused():
         sampled(routed, cache_implementation="static")
     recording, output, mask = sampled(routed)
     assert recording.rollout(output, mask).lengths.tolist() == mask.sum(1).tolist()
-
-
-def test_sequences_may_be_given_without_padding(routed):
-    recording, output, mask = sampled(routed, end=[2, 5, 0])
-    ragged = [row[kept.bool()] for row, kept in zip(output, mask, strict=True)]
-    expected = recording.rollout(output, mask)
-    for sequences in (ragged, [row.numpy() for row in ragged], tuple(row.tolist() for row in ragged)):
-        assert recording.rollout(sequences).equals(expected)
-    assert recording.rollout(output.numpy(), mask.bool().numpy()).equals(expected)
-    assert recording.rollout(output, mask.to(torch.bfloat16)).equals(expected)
-    assert digest(recording.rollout(ragged)) == digest(expected)
 
 
 @pytest.mark.parametrize(
