@@ -25,7 +25,6 @@ from foreroute.ep.transfer.peers import PeerGroup
 from foreroute.testing.ranks import Workers
 from tests.adapters.hf.model_runs import whole
 from tests.ep.transfer.plans import split_plan
-from tests.gpu.test_jobs import check_fsdp
 
 pytestmark = [pytest.mark.gpu, pytest.mark.slow]
 RANKS, MICRO_STEPS = 2, 2
@@ -75,10 +74,6 @@ def on_device(rank, function, device, *args):
     if device.type == "cuda":
         torch.cuda.set_device(device)
     return function(device, *args)
-
-
-def test_fsdp_on_one_rank(one):
-    one(check_fsdp)
 
 
 def test_experts_without_a_token_get_no_gradient(device):
