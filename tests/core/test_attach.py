@@ -71,30 +71,6 @@ class MaskingBelow(Block):
         return x + mixed(self.experts, x, weights * kept, ids)
 
 
-class ReturningNone(Block):
-    def forward(self, x):
-        self.keep(x)
-        return x + self.kept
-
-    def keep(self, x):
-        weights, ids = self.gate(x).softmax(-1).topk(2, dim=-1)
-        self.kept = mixed(self.experts, x, weights, ids)
-
-
-class IgnoringPicks(nn.Module):
-    """What it gives differs from call to call, and its picks are for nothing."""
-
-    def __init__(self):
-        super().__init__()
-        self.gate = nn.Linear(16, 6)
-
-    def forward(self, x):
-        if not self.training:
-            raise NotImplementedError
-        self.gate(x).topk(2, dim=-1)
-        return functional.dropout(x)
-
-
 class Model(nn.Module):
     def __init__(self, block=Block, loops=1, example=True):
         super().__init__()
@@ -151,8 +127,6 @@ def by_hand(model, ids):
 
 REFUSED = {
     "no weight": (MaskingBelow, 1, r"layers.0 \(MaskingBelow\).*no weight"),
-    "nothing of tokens": (ReturningNone, 1, r"layers.0 \(ReturningNone\).* 20 tokens"),
-    "dropout alone": (IgnoringPicks, 1, r"layers.0 \(IgnoringPicks\).*not change"),
     "a loop over layers": (Block, 3, r"layers.0 \(Block\) .* selects 3 .* Model"),
     "neither a router nor a block that selects": (nn.Identity, 1, r"Router.* none makes"),
 }

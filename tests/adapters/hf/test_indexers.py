@@ -30,8 +30,6 @@ from foreroute.trace import RoutingTrace
 from tests.adapters.hf.families import MODELLING, SPARSE, build, lacks, skip_in_older
 from tests.adapters.hf.model_runs import (
     batch_of,
-    enable_checkpointing,
-    gradients,
     random_routes,
     sequences_of,
 )
@@ -168,33 +166,6 @@ def keys_of(family, spec, units, position):
     if family in ("glm5_next", "qwen4_exp"):
         tokens += range((position + 1) // spec.unit * spec.unit, position + 1)
     return [token for token in tokens if token <= position]
-
-
-@grid("family", AT_ONCE, quick=1)
-def test_checkpointing_changes_no_gradient(family):
-    """Both kinds of it, with `backward()` outside of the session, under choices of no relation."""
-    batch = batch_of(19, 12)
-    _, trace = recorded(family, 19)
-    model = build(family, **SPARSE[family])
-    routed = hf.attach(model)
-    model.train()
-    other = foreign_choices(trace, routed.indexers)
-    plain, own = (trained(model, routed, batch, each) for each in (other, trace))
-    assert any(not torch.equal(plain[name], own[name]) for name in plain)
-    for use_reentrant in (False, True) if family == "deepseek_v32" else (False,):
-        enable_checkpointing(model, use_reentrant)
-        ours = trained(model, routed, batch, other)
-        assert plain.keys() == ours.keys()
-        for name, expected in plain.items():
-            torch.testing.assert_close(ours[name], expected, rtol=1e-5, atol=1e-7)
-
-
-def trained(model, routed, batch, trace):
-    model.zero_grad()
-    with routed.replay(trace):
-        loss = output_of(model, batch).square().mean()
-    loss.backward()
-    return gradients(model)
 
 
 @grid("family", SPARSE, quick=3)

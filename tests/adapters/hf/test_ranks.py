@@ -1,4 +1,7 @@
-"""Data parallel training replays each rank's own sequences: losses and gradients are those of a single process."""
+"""Data parallel training and transformers' own parallelism: two processes replay as one model on its own does.
+
+The oracle is that model with its experts forced by hand.
+"""
 
 import re
 from contextlib import nullcontext
@@ -8,18 +11,21 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
+from transformers import Qwen3MoeForCausalLM
+from transformers.distributed import DistributedConfig
 
 from foreroute.adapters import hf
 from foreroute.core import untouched
 from foreroute.testing.models import tiny
+from tests.adapters.hf.families import skip_where_nothing_is_spread
 from tests.adapters.hf.model_runs import (
     EXPERTS,
     batch_of,
     enable_checkpointing,
+    forced_by_hand,
     gradients,
     loss_of,
     random_routes,
@@ -27,30 +33,35 @@ from tests.adapters.hf.model_runs import (
     with_lora,
 )
 from tests.ep.spread_models import sharded
-from tests.roundings import GRADIENT_TERMS, require_rounded
+from tests.replay.session_subject import same
+from tests.roundings import GRADIENT_TERMS, require_rounded, roundings
 
 BATCH = batch_of(9, 9, 6, 6)
-"""Each rank takes every second sequence: both have as many tokens, so that the mean of their losses is the loss."""
-
-CASES = [
-    ("fsdp", True, False),
-    ("fsdp", False, True),
-    ("ddp", False, False),
-    ("fsdp, with adapters", False, False),
-]
-"""How it is distributed, whether its checkpoints are reentrant, and whether it is attached before it is distributed."""
+"""Data parallel ranks take every second sequence: both have as many tokens, so that the mean of losses is the loss."""
+PROMPTS = batch_of(5, 5)["input_ids"]
+BY_TRANSFORMERS = {
+    "tensor parallel": {"tp_size": 2, "tp_plan": "auto"},
+    "expert parallel": {"tp_size": 2, "ep_size": 2, "tp_plan": {"lm_head": "colwise_gather_output"}},
+    "expert parallel over FSDP2": {"fsdp_size": 2, "ep_size": 2},
+}
 
 
-def policy(parallel=""):
-    if "adapters" not in parallel:
-        return tiny("deepseek_v3", experts="grouped_mm")
-    model = tiny("qwen3_moe")
-    model.enable_input_require_grads()
-    return with_lora(model, target_modules=["o_proj"], **EXPERTS)
+def loss_and_logits(model, batch):
+    """The next tokens that are no padding."""
+    logits = whole(model(**batch, use_cache=False).logits)
+    real = batch["attention_mask"][:, 1:].bool()
+    picked = logits[:, :-1].log_softmax(-1).gather(-1, batch["input_ids"][:, 1:, None])[..., 0]
+    return -picked[real].mean(), logits[batch["attention_mask"].bool()]
 
 
-def base_of(model):
-    return model.get_base_model() if hasattr(model, "get_base_model") else model
+def step(model, batch, session=None):
+    """Logits and gradients, whole; the backward, with its recomputation, outside of the session."""
+    with session or nullcontext():
+        loss, logits = loss_and_logits(model, batch)
+    loss.backward()
+    found = {name.removeprefix("module."): each for name, each in gradients(model).items()}
+    model.zero_grad()
+    return logits.detach(), found
 
 
 def shard(model):
@@ -60,69 +71,105 @@ def shard(model):
     return fully_shard(model, mesh=mesh)
 
 
-def train_on_rank(rank, parallel, use_reentrant, attach_first):
-    """Loss, gradients and telemetry; backward runs outside the session."""
-    model = policy(parallel)
-    enable_checkpointing(base_of(model), use_reentrant)
-    routed = hf.attach(model) if attach_first else None
-    wrapped = DistributedDataParallel(model) if parallel == "ddp" else model
-    if parallel != "ddp":
-        shard(base_of(model))
+def policy(way):
+    model = tiny("qwen3_moe")
+    if "adapters" not in way:
+        return model
+    model.enable_input_require_grads()
+    return with_lora(model, target_modules=["o_proj"], **EXPERTS)
+
+
+def base_of(model):
+    return model.get_base_model() if hasattr(model, "get_base_model") else model
+
+
+def on_rank(rank, way, folder):
+    """Whether own routes change no bit, logits and gradients of foreign ones, and the rollout of a generation."""
+    if way in BY_TRANSFORMERS:
+        config, routed = DistributedConfig(**BY_TRANSFORMERS[way]), None
+        called = model = Qwen3MoeForCausalLM.from_pretrained(folder, distributed_config=config)
+        assert model.model.layers[0].mlp.experts.gate_up_proj.to_local().numel() * 2 == 8 * 48 * 32, "cut in two"
+    else:
+        called = model = policy(way)
+        routed = hf.attach(model) if way == "FSDP2" else None
+        if way == "DDP":
+            called = DistributedDataParallel(model)
+        else:
+            shard(base_of(model))
     routed = routed or hf.attach(model)
-    mine = {name: value[rank::2] for name, value in BATCH.items()}
-    trace = random_routes(routed.spec, BATCH).select(np.arange(rank, 4, 2))
-    with routed.replay(trace, telemetry=True) as session:
-        loss = loss_of(wrapped, mine)
-    loss.backward()
-    return outcome(loss, gradients(model), session)
+    mine = slice(rank, None, 2) if is_data_parallel(way) else slice(None)
+    batch = {name: value[mine] for name, value in BATCH.items()}
+    with routed.record() as recording:
+        sampled = model.eval().generate(PROMPTS, max_new_tokens=4, do_sample=False, pad_token_id=0)
+    rollout = recording.rollout(sampled).expert_ids_NLK
+    enable_checkpointing(base_of(model), False)
+    native = step(called.train(), batch)
+    with routed.record() as recording:
+        step(called, batch)
+    own = step(called, batch, routed.replay(recording.trace()))
+    foreign = random_routes(routed.spec, BATCH).select(np.arange(4)[mine])
+    is_same = torch.equal(own[0], native[0]) and same(own[1], native[1])
+    return is_same, *step(called, batch, routed.replay(foreign)), (sampled, rollout)
 
 
-def outcome(loss, grads, session):
-    shared_L, counts_LE = session.agreement().shared_L, session.expert_counts_LE()
-    return loss.detach(), grads, torch.from_numpy(shared_L), torch.from_numpy(counts_LE)
-
-
-def every_case(rank):
-    results = []
-    for case in CASES:
-        results.append(train_on_rank(rank, *case))
-        dist.barrier()
-    return results
-
-
-@pytest.fixture(scope="module")
-def ranks(workers):
-    return workers(2).run(every_case)
+def is_data_parallel(way):
+    return way == "DDP" or "FSDP2" in way
 
 
 @lru_cache
-def single(parallel):
-    model = policy(parallel).train()
-    routed = hf.attach(model)
-    with routed.replay(random_routes(routed.spec, BATCH), telemetry=True) as session:
-        loss = loss_of(model, BATCH)
-        loss.backward()
-    return outcome(loss, gradients(model), session)
+def plain(way="", seed=1):
+    model = policy(way).train()
+    trace = random_routes(hf.attach(tiny("qwen3_moe")).spec, BATCH, seed)
+    with forced_by_hand(model, trace, BATCH):
+        return model, *step(model, BATCH)
 
 
-@pytest.mark.shows("Hugging Face", "DDP and FSDP2, two processes")
-@pytest.mark.parametrize("case", range(len(CASES)), ids=["-".join(map(str, case)) for case in CASES])
-def test_losses_and_gradients_are_those_of_a_single_process(ranks, case):
-    loss, grads, shared_L, counts_LE = single(CASES[case][0].replace("ddp", "fsdp"))
-    one, other = (rank[case] for rank in ranks)
-    require_rounded((one[0] + other[0]) / 2, loss)
-    for rank in (one, other):
-        assert rank[1].keys() == grads.keys()
+def cases():
+    for way in ("DDP", "FSDP2", "FSDP2, with adapters"):
+        yield pytest.param(way, marks=pytest.mark.shows("Hugging Face", "DDP and FSDP2, two processes"))
+    shown = "tensor parallelism, expert parallelism and EP over FSDP2 of transformers"
+    for way in BY_TRANSFORMERS:
+        yield pytest.param(way, marks=[pytest.mark.slow, pytest.mark.shows("Hugging Face", shown)])
+
+
+@pytest.mark.parametrize("way", list(cases()))
+def test_replay_is_that_of_a_model_on_its_own(workers, way, tmp_path):
+    if way in BY_TRANSFORMERS:
+        skip_where_nothing_is_spread()
+    tiny("qwen3_moe").save_pretrained(tmp_path)
+    model, logits, grads = plain("adapters" if "adapters" in way else "")
+    real = BATCH["attention_mask"].bool()
+    number_BT = torch.zeros(real.shape, dtype=torch.long)
+    number_BT[real] = torch.arange(len(logits))
+    for rank, results in enumerate(workers(2).run(on_rank, way, tmp_path)):
+        is_same, seen, found, (sampled, ids_NLK) = results
+        assert is_same, "own routes change no bit"
+        mine = slice(rank, None, 2) if is_data_parallel(way) else slice(None)
+        require_rounded(seen, logits[number_BT[mine][real[mine]]])
+        assert found.keys() == grads.keys()
         for name, gradient in grads.items():
-            require_rounded(rank[1][name], gradient, GRADIENT_TERMS)
+            require_rounded(found[name], gradient, GRADIENT_TERMS)
             assert gradient.any(), name
-    assert torch.equal(one[2] + other[2], shared_L)
-    assert torch.equal(one[3] + other[3], counts_LE)
+        # what was recorded of a generation is what one forward over it selects
+        with torch.no_grad():
+            picks = base_of(model)(sampled[:, :-1], output_router_logits=True, use_cache=False).router_logits
+        for layer, logits_RE in enumerate(picks):
+            own = logits_RE.topk(2).indices.sort(-1).values.view(len(sampled), -1, 2)
+            recorded = np.sort(ids_NLK[:, layer].reshape(len(sampled), -1, 2)[:, :-1], axis=-1)
+            assert np.array_equal(own, recorded)
+
+
+def test_other_routes_would_be_seen():
+    """The control: gradients under other routes are a hundred times further off than roundings explain."""
+    (_, _, expected), (_, _, other) = plain(), plain(seed=2)
+    name = "model.layers.1.mlp.gate.weight"
+    away = (other[name] - expected[name]).abs().max() / expected[name].abs().max()
+    assert away > 100 * roundings(GRADIENT_TERMS)
 
 
 def weights_after_training(rank, attaching, mended=True):
     """Names of parameters that never moved, and all of them, after three steps of an optimizer made after attaching."""
-    model = shard(policy())
+    model = shard(policy(""))
     with pytest.MonkeyPatch.context() as patch:
         if not mended:
             patch.setattr(untouched, "reshard", lambda model: None)

@@ -100,9 +100,7 @@ ROUTER_OPERATORS = [aten.mm.default, aten._softmax.default, aten.sigmoid.default
 SELECTIVE = {
     "top-k": lambda: create_selective_checkpoint_contexts([aten.topk.default]),
     "second products": second_products,
-    "views": lambda: create_selective_checkpoint_contexts([aten.view.default, aten._to_copy.default]),
     "what a router computes": lambda: create_selective_checkpoint_contexts(ROUTER_OPERATORS),
-    "nothing": lambda: create_selective_checkpoint_contexts([]),
 }
 
 
