@@ -116,12 +116,10 @@ def test_an_engines_version_is_looked_at_without_any_framework():
     assert run.stdout == "[]\n"
 
 
-@pytest.mark.filterwarnings("error")
-@pytest.mark.parametrize("version", ["0.1" + "x" * 5000, "1." + "9" * 5000])
-def test_what_a_server_says_of_itself_is_told_briefly(version):
+def test_what_a_server_says_of_itself_is_told_briefly():
     """What answers may be anything; more digits than Python reads as a number are no traceback."""
-    with pytest.raises((EngineError, UserWarning)) as told:
-        require_engine("SGLang", version)
+    with pytest.raises(EngineError) as told:
+        require_engine("SGLang", "0.1" + "9" * 5000)
     assert len(str(told.value)) < 300
 
 

@@ -136,8 +136,6 @@ FOLLOWED = [
 REFUSED = [
     each_tensor(lambda tensor: tensor[..., 1:, :]),
     each_tensor(lambda tensor: tensor.flip(0)),
-    each_tensor(lambda tensor: tensor[:1].repeat(2, 1, 1, 1)),
-    each_tensor(lambda tensor: tensor[:1]),
     each_tensor(lambda tensor: tensor[-1:]),
     each_tensor(lambda tensor: tensor.clone()),
     each_tensor(lambda tensor: torch.cat([tensor, tensor[..., -1:, :]], -2)),

@@ -148,14 +148,3 @@ def test_a_block_that_is_another_and_picks_of_another_number_are_named():
     model.model.layers[0].mlp = copy.deepcopy(model.model.layers[0].mlp)
     with pytest.raises(ReplayError, match=r"layers\.0\.mlp\.gate selected 0 times"), routed.replay(trace):
         model(**BATCH)
-
-
-def test_a_skip_class_that_a_router_returns_as_another_id_is_no_difference():
-    """ZAYA's last class stands for no expert, and is returned as expert 0 with weight 0."""
-    model = build("zaya")
-    routed = attach(model)
-    router = routed.hooks.routers[0]
-    router.module.register_forward_hook(same_again)
-    shape = (*BATCH["input_ids"].shape, len(routed.hooks.routers), router.top_k)
-    with routed.replay(torch.full(shape, router.num_experts - 1), BATCH["attention_mask"]):
-        model(**BATCH)

@@ -119,41 +119,24 @@ def test_ids_that_cannot_be_take_no_effect_and_are_told(change, said):
     routed.report()
 
 
-def test_rows_that_later_tokens_depend_on_may_be_asked_for():
+def test_ids_of_other_shapes_and_types_are_refused_and_sessions_without_a_forward():
     model, routed, own, _ = with_own_routes()
-    own[torch.arange(3), BATCH["attention_mask"].sum(1) - 1] = -1  # the last of each sequence is before no other
-    mask = BATCH["attention_mask"]
-    with routed.replay(own, mask, missing="error"), torch.no_grad():
-        model(**BATCH, use_cache=False)
-    own[1, 2] = -1
-    said = r"1.*-1.*tokens depend"
-    with pytest.raises(ReplayError, match=said), routed.replay(own, mask, missing="error"), torch.no_grad():
-        model(**BATCH, use_cache=False)
-
-
-@pytest.mark.parametrize(
-    ("ids", "said"),
-    [
-        (torch.zeros(3, 9, 3, 2), "ids are torch.float32 of shape"),
-        ([[1]], "ids are a list"),
-        (torch.zeros(3, 9, 1, 2, dtype=torch.long), r"ids have \[L, K\] = \[1, 2\]; the model has 3 routers"),
-        (torch.zeros(2, 9, 3, 2, dtype=torch.long), r"attention_mask is \[3, 9\], ids are \[2, 9, 3, 2\]"),
-    ],
-)
-def test_shapes_and_types_are_refused_at_once(ids, said):
-    routed = attach(tiny("qwen3_moe"))
-    with pytest.raises(ReplayError, match=said), routed.replay(ids, BATCH["attention_mask"]):
-        pass
-
-
-def test_a_session_of_another_batch_or_without_a_forward_is_refused():
-    model, routed, own, _ = with_own_routes()
-    with pytest.raises(ReplayError, match=r"\[3, 8\] \[B, T\].*routes.*\[3, 9\]"), routed.replay(own):
-        model(input_ids=BATCH["input_ids"][:, 1:])
-    with pytest.raises(ReplayError, match=r"nothing.*replayed"), routed.replay(own):
-        pass
+    for ids, said in (
+        (own.float(), "ids are torch.float32 of shape"),
+        (own[:, :, :1], r"ids have \[L, K\] = \[1, 2\]; the model has 3 routers"),
+        (own[:2], r"attention_mask is \[3, 9\], ids are \[2, 9, 3, 2\]"),
+        (own, r"nothing.*replayed"),
+    ):
+        with pytest.raises(ReplayError, match=said), routed.replay(ids, BATCH["attention_mask"]):
+            pass
     with pytest.raises(ReplayError, match=r"nothing.*recorded.*thread"), routed.record():
         pass
+    with pytest.raises(ReplayError, match=r"\[3, 8\] \[B, T\].*routes.*\[3, 9\]"), routed.replay(own):
+        model(input_ids=BATCH["input_ids"][:, 1:])
+    own[1, 2] = -1  # later tokens depend on it
+    refused = pytest.raises(ReplayError, match=r"1.*-1.*tokens depend")
+    with refused, routed.replay(own, BATCH["attention_mask"], missing="error"):
+        model(**BATCH, use_cache=False)
 
 
 @pytest.mark.slow

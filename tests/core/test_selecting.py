@@ -65,15 +65,6 @@ def test_rows_without_a_route_are_the_routers_and_others_keep_their_order(rule):
     assert not torch.equal(weights[given], native[given])
 
 
-def test_an_expert_of_a_closed_group_has_its_live_weight():
-    """The trap of gathering from scores that the router has masked."""
-    logits = torch.arange(8.0)[None].requires_grad_()
-    weights, _ = select_at(logits, torch.tensor([[0, 7]]), groups=(4, 1, 1))
-    assert same_bits(weights, logits.softmax(-1)[:, [0, 7]])
-    weights[0, 0].backward()
-    assert logits.grad[0, 0] > 0
-
-
 @pytest.mark.parametrize("fault", FAULTS)
 def test_wrong_ids_are_told(fault):
     logits, ids = drawn()

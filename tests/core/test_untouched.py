@@ -141,22 +141,6 @@ def test_packed_weights_train_adapters_after_sessions_in_eval_mode(mended, monke
     assert trained_by(model) == mended
 
 
-def test_what_a_user_loads_and_what_a_parameter_carries_stay_in_a_session_where_nothing_was_packed():
-    """As the optimizer that DeepSpeed's parameters carry, which a step in a session moves."""
-    model = with_front(PackingLinear(32)).train()
-    routed = attach(model)
-    packed = model.model.embed_tokens.front.weight
-    other = torch.zeros_like(packed.data).reshape(-1, 2)
-    with torch.no_grad(), routed.record():
-        model(input_ids=TOKENS, use_cache=False)
-        packed.scales.scale = torch.full((1,), 3.0)
-    assert packed.scales.scale == 3
-    with torch.no_grad(), routed.record():
-        model(input_ids=TOKENS, use_cache=False)
-        packed.data = other
-    assert packed.data_ptr() == other.data_ptr()
-
-
 def test_a_parameter_that_a_forward_or_a_session_replaces_is_named_and_the_model_left():
     model = with_front(nn.Identity())
     routed = attach(model)

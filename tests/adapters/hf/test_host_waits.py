@@ -69,7 +69,6 @@ BATCHES = {
     "left": padded("left"),
     "right": padded("right"),
     "left, with positions": with_positions("left"),
-    "right, with positions": with_positions("right"),
     "right, as a pattern": as_pattern(padded("right")),
     "scattered": scattered(),
     "packed": packed([0, 1, 2]),
