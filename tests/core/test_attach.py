@@ -172,16 +172,6 @@ def test_the_example_is_asked_for_and_read():
         routed.model(tokens=None, scale=1.0)
 
 
-def test_a_model_that_runs_in_training_alone_is_attached_in_it_and_left_so():
-    model = Model()
-    model.layers[0].in_training_alone = True
-    model.layers[1].eval()
-    assert len(attach(model, EXAMPLE).hooks.routers) == 2
-    assert [module.training for module in model.layers] == [True, False]
-    with pytest.raises(AttachError, match=r"in eval.* model\.train"):
-        attach(model.eval(), EXAMPLE)
-
-
 def test_a_block_that_swaps_ids_behind_its_router_is_told_once_in_every_session():
     """As a framework's own replay does. The model is as attached until a session is open."""
     model = tiny("qwen3_moe", num_hidden_layers=2)

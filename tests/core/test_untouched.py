@@ -74,15 +74,9 @@ class ReplacesItsWeight(nn.Module):
         return rows * self.weight
 
 
-class Random(nn.Module):
-    def forward(self, rows):
-        return rows + torch.rand(()) * 0
-
-
 FRONTS = {
     "packs weights": lambda: PackingLinear(32),
     "replaces a buffer": AmaxHistory,
-    "draws numbers": Random,
     "drops out": lambda: nn.Dropout(0.5),
 }
 

@@ -11,7 +11,7 @@ from torch._dynamo.utils import counters
 from transformers import StaticCache
 
 from foreroute.adapters import hf
-from foreroute.errors import BatchMismatchError, ReplayError
+from foreroute.errors import ReplayError
 from foreroute.testing.models import tiny
 from tests.adapters.hf.family_checks import is_newest
 from tests.adapters.hf.model_runs import (
@@ -155,39 +155,3 @@ def test_decode_steps_over_a_static_cache_share_a_graph():
         model(input_ids=tokens, use_cache=False)
     seen, expected = (np.sort(each.trace().expert_ids_NLK) for each in (recording, whole))
     assert np.array_equal(seen, expected)
-
-
-@pytest.mark.slow
-def test_a_compiled_forward_checks_its_batch_and_its_routers():
-    [routed] = attached()
-    compiled = torch.compile(routed.model, backend="eager", fullgraph=True)
-    step(routed, compiled, 0)
-    with (
-        pytest.raises(BatchMismatchError, match="sequence 0, position 0"),
-        routed.replay(random_routes(routed.spec, OTHER)),
-    ):
-        compiled(**BATCH, use_cache=False)
-    step(routed, compiled, 1)
-    routed.model.model.layers[0].mlp.forward = lambda hidden: hidden
-    with (
-        pytest.raises(ReplayError, match=r"model\.layers\.0\.mlp\.gate selected 0 times"),
-        routed.replay(random_routes(routed.spec, BATCH)),
-    ):
-        compiled(**BATCH, use_cache=False)
-
-
-@pytest.mark.slow
-def test_the_auxiliary_loss_counts_executed_routes_in_a_graph():
-    routed, eager = attached(2)
-    model = routed.model
-    model(**BATCH, output_router_logits=True)  # transformers installs its hooks now, which it cannot in a graph
-    compiled = torch.compile(model, backend="eager", fullgraph=True)
-    trace = random_routes(routed.spec, BATCH)
-    losses = []
-    for each, call in ((routed, compiled), (eager, eager.model)):
-        with each.replay(trace, counts="replayed"):
-            losses.append(call(**BATCH, output_router_logits=True, use_cache=False).aux_loss)
-    require_rounded(losses[0], losses[1])
-    with routed.replay(trace):
-        native = compiled(**BATCH, output_router_logits=True, use_cache=False).aux_loss
-    assert (native - losses[0]).abs() > 1e-2

@@ -16,10 +16,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from foreroute.adapters import hf
 from foreroute.adapters.hf.trace_rows import TraceRows
 from foreroute.errors import BatchMismatchError
-from foreroute.layout import locate_rows, pack, pad
+from foreroute.layout import locate_rows, pad
 from foreroute.testing.counting_device import DEVICE, other_device
 from foreroute.testing.models import tiny
-from foreroute.trace import RoutingTrace, concatenate
 from tests.replay.session_subject import Batch, foreign
 from tests.tiers import grid
 
@@ -213,34 +212,21 @@ def test_what_the_device_finds_wrong_is_told_before_weights_change(name, spoil, 
             torch.optim.SGD([torch.nn.Parameter(torch.ones(1))]).step()
 
 
-LEFT_OUT = padded("right")
-put("attention_mask", (0, 4), 0)(LEFT_OUT)  # the last token, which alone depends on the row before it
-MORE_STARTS = copy.deepcopy(BATCHES["packed"])
-put("position_ids", (0, 3), 0)(MORE_STARTS)
-THIRD = ((3,), (), ())
-THERE = [
-    # a batch, options of `trace_of`, of `replay`, and what is wrong if anything is
-    (BATCHES["packed"], {}, {"layout": pack(LENGTHS)}, None),
-    (BATCHES["packed"], {"unrouted": [[5]]}, {}, r"batch.*3 sequences.*4"),
-    # where the trace has a route for every row of such a batch, no router is asked
-    (MORE_STARTS, {"ends": ()}, {}, r"4 sequences.*3"),
-    (BATCHES["left"], {}, {"layout": pad(LENGTHS, side="left", order="bshd", to=9)}, None),
-    (BATCHES["right"], {}, {"layout": pad(LENGTHS, side="left", order="bshd", to=9)}, "elsewhere"),
-    (BATCHES["right"], {}, {"layout": pack(LENGTHS)}, "elsewhere"),
-    (BATCHES["right"], {"missing": THIRD}, {}, "0 has no route at position 3, and 1 later tokens"),
-    (LEFT_OUT, {"missing": THIRD}, {}, None),
-    (BATCHES["right"], {"missing": THIRD}, {"missing": "native"}, None),
-]
+LAYOUT = pad(LENGTHS, side="left", order="bshd", to=9)
 
 
-@pytest.mark.parametrize(("batch", "traced", "how", "message"), THERE)
-def test_traces_and_layouts_are_taken_and_refused_there(batch, traced, how, message):
-    with other_device():
-        there, more = model_there(), traced.get("unrouted", [])
-        trace = trace_of(there.spec, **{name: given for name, given in traced.items() if name != "unrouted"})
-        trace = concatenate([trace, *([RoutingTrace.unrouted(there.spec, more)] if more else [])])
-        with nullcontext() if message is None else pytest.raises(BatchMismatchError, match=message):
-            replayed(there, given_on(DEVICE, batch), trace, **how)
+@pytest.mark.parametrize(
+    ("side", "missing", "layout", "message"),
+    [
+        ("left", NONE, LAYOUT, None),
+        ("right", NONE, LAYOUT, "elsewhere"),
+        ("right", ((3,), (), ()), None, "0 has no route at position 3, and 1 later tokens"),
+    ],
+)
+def test_traces_and_layouts_are_taken_and_refused_there(side, missing, layout, message):
+    with other_device(), nullcontext() if message is None else pytest.raises(BatchMismatchError, match=message):
+        there = model_there()
+        replayed(there, given_on(DEVICE, BATCHES[side]), trace_of(there.spec, missing), layout=layout)
 
 
 def test_rows_made_once_are_compared_with_every_batch_though_nobody_counts_who_writes_to_it():

@@ -67,23 +67,6 @@ def test_a_capture_in_a_session_is_refused_and_leaves_nothing_behind(session, de
     assert torch.equal(native(model, device), before)
 
 
-@pytest.mark.gpu
-def test_weights_that_accelerate_offloads_are_attached_after(device):
-    cpu_offload = pytest.importorskip("accelerate").cpu_offload
-    plain, model = hf.attach(tiny("qwen3_moe").to(device)), tiny("qwen3_moe").to(device)
-    cpu_offload(model, execution_device=device)
-    assert model.get_input_embeddings().weight.is_meta
-    routed = hf.attach(model)
-    trace = random_routes(routed.spec, BATCH)
-    results = []
-    for each in (plain, routed):
-        with each.replay(trace), each.record() as recording:
-            results.append(native(each.model, device))
-        assert recording.trace().equals(trace)
-    assert torch.equal(*results)
-    assert not torch.equal(native(model, device), results[0])
-
-
 @pytest.mark.shows(
     "Hugging Face",
     "`device_map` with layers on the CPU or on the disk (all of them: from release 5.13), accelerate's `cpu_offload`",

@@ -2,7 +2,6 @@
 
 import copy
 import pickle
-import warnings
 
 import pytest
 import torch
@@ -11,7 +10,6 @@ from foreroute import core
 from foreroute.adapters import hf
 from foreroute.errors import BatchMismatchError, ReplayError
 from foreroute.testing.counting_device import DEVICE, other_device
-from foreroute.testing.models import tiny
 from tests.adapters.hf.model_runs import batch_of, with_routes
 from tests.tiers import grid
 
@@ -83,32 +81,3 @@ def test_a_forward_that_seems_to_continue_an_unknown_cache_is_refused(given):
         there = hf.attach(routed.model.to(DEVICE))
         with pytest.raises(BatchMismatchError, match=NOT_RECOGNISED), there.replay(trace):
             there.model(**{name: each.to(DEVICE) for name, each in batch.items()})
-
-
-def test_positions_of_padding_and_of_a_part_of_longer_sequences_are_no_matter():
-    """The first behind padding is at 0; a part, as under context parallelism, is run without a cache."""
-    batch = batch_of(4, 2, side="left")
-    positions = (batch["attention_mask"].cumsum(1) - 1).masked_fill(batch["attention_mask"] == 0, 1)
-    model, routed, trace = with_routes(batch)
-    with routed.replay(trace), routed.record() as recording, torch.no_grad():
-        model(**batch, position_ids=positions)
-    assert recording.trace().equals(trace)
-    part = {"input_ids": batch_of(4, 4)["input_ids"], "position_ids": torch.arange(5, 9)[None], "use_cache": False}
-    with routed.record() as recording, torch.no_grad():
-        model(**part)
-    assert recording.trace().lengths.tolist() == [4, 4]
-    with core.attach(model).record(), torch.no_grad():
-        model(**part)
-
-
-def test_attaching_on_a_machine_of_two_gpus_warns_of_nothing(monkeypatch):
-    """`fork_rng` does, once in a process, unless it is told whose numbers to keep."""
-    kept = []
-    monkeypatch.setattr(torch.random, "_fork_rng_warned_already", False, raising=False)
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
-    monkeypatch.setattr(torch.cuda, "get_rng_state", lambda device="cuda": kept.append(device))
-    monkeypatch.setattr(torch.cuda, "set_rng_state", lambda state, device="cuda": None)
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        hf.attach(tiny("qwen3_moe"))
-    assert kept == [0, 1], "where it is attached; what makes a model on the CPU leaves GPUs alone"

@@ -6,7 +6,6 @@
 import json
 
 import pytest
-import transformers
 
 from foreroute.adapters import hf
 from foreroute.adapters.checkpoint import ServedModel
@@ -41,16 +40,6 @@ def test_other_layers_than_those_of_the_default_are_seen(name, fields, tmp_path)
     model, routed = attached(name, **fields)
     assert routed.indexers is not None or fields is not SPARSE.get(name)
     require_told(written(tmp_path, model), model, routed)
-
-
-@pytest.mark.slow
-def test_models_that_no_machine_holds_take_no_memory(tmp_path):
-    """As published, with a decoder within that transformers has in no table."""
-    path = tmp_path / "config.json"
-    path.write_text(transformers.CONFIG_MAPPING["ernie4_5_vl_moe"]().to_json_string(use_diff=True))
-    spec, _, _ = structure_of(path)
-    assert [layer.index for layer in spec.layers] == list(range(1, 28))
-    assert (spec.num_experts, spec.top_k) == (64, 6)
 
 
 def test_a_folder_says_all_that_decoding_needs(tmp_path):
