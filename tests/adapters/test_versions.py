@@ -102,20 +102,6 @@ def test_an_adapter_looks_before_it_imports_anything_else_of_its_peer():
         assert line.startswith(f"{package} 0.1 does not work"), run.stderr
 
 
-def test_an_engines_version_is_looked_at_without_any_framework():
-    """The launcher of vLLM does so where nothing but numpy and vLLM is."""
-    script = (
-        "import sys\n"
-        "from foreroute.adapters.versions import require_engine\n"
-        "require_engine('vLLM', '0.32.0')\n"
-        "import foreroute.engines.inside_vllm\n"
-        "heavy = 'torch transformers megatron trl verl vllm safetensors pydantic zstandard'\n"
-        "print(sorted({name.partition('.')[0] for name in sys.modules} & set(heavy.split())))\n"
-    )
-    run = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True, timeout=60)
-    assert run.stdout == "[]\n"
-
-
 def test_what_a_server_says_of_itself_is_told_briefly():
     """What answers may be anything; more digits than Python reads as a number are no traceback."""
     with pytest.warns(UserWarning, match="is newer") as told:

@@ -1,6 +1,5 @@
 """What is done to a model after `attach`, or in a session, so that other experts run than those of the routes."""
 
-import copy
 from contextlib import nullcontext
 
 import pytest
@@ -35,10 +34,6 @@ def one_row(module, args, output):
     return (*output[:2], ids)
 
 
-def looks_on(module, args, output):
-    assert output[2].shape == (27, 2)
-
-
 def same_again(module, args, output):
     """As DeepSpeed does: the values are the same, in other tensors."""
     return tuple(part.clone() for part in output)
@@ -54,9 +49,7 @@ def forward_of(change):
         forward = router.forward
 
         def changed(*args):
-            output = forward(*args)
-            other = change(router, args, output)
-            return output if other is None else other
+            return change(router, args, forward(*args))
 
         router.forward = changed
 
@@ -136,15 +129,10 @@ def test_a_device_is_asked_and_not_waited_for():
             optimizer.step()
 
 
-def test_a_block_that_is_another_and_picks_of_another_number_are_named():
+def test_picks_of_another_number_are_named():
     model, routed, trace = with_routes(BATCH)
     for layer in model.model.layers:
         layer.mlp.gate.top_k = 3
     for session in (routed.replay(trace), routed.record()):
         with pytest.raises(ReplayError, match=r"selects 3 experts in 27 of the 27 rows.*expected 2"), session:
             model(**BATCH)
-    model = tiny("qwen3_moe")
-    routed = hf.attach(model)
-    model.model.layers[0].mlp = copy.deepcopy(model.model.layers[0].mlp)
-    with pytest.raises(ReplayError, match=r"layers\.0\.mlp\.gate selected 0 times"), routed.replay(trace):
-        model(**BATCH)

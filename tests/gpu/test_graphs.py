@@ -3,18 +3,14 @@
 Captures in a session are refused: tests/adapters/hf/test_on_devices.py. Here are those that were made outside of one.
 """
 
-import copy
-
 import pytest
 import torch
 
-from foreroute.adapters import hf
 from foreroute.errors import ReplayError
 from tests.gpu.bits import Case, distance
 
 pytestmark = pytest.mark.gpu
 WARM_UPS = 3
-REFUSED = "while a CUDA graph is captured"
 
 
 @pytest.fixture(scope="module")
@@ -57,36 +53,3 @@ def graph_of(model, tokens):
         pytest.skip(f"the unpatched model cannot be captured: {error}")
     graph.replay()
     return graph, logits, ids
-
-
-def test_a_graph_of_a_block_alone_is_refused(case):
-    model = copy.deepcopy(case.untouched)
-    routed = hf.attach(model)
-    shape = (*case.batch["input_ids"].shape, model.config.hidden_size)
-    sample = torch.randn(shape, device=model.device, dtype=torch.bfloat16, requires_grad=True)
-    try:
-        torch.cuda.make_graphed_callables(model.model.layers[1].mlp, (sample,), allow_unused_input=True)
-    except RuntimeError as error:
-        pytest.skip(f"the unpatched block cannot be captured: {error}")
-    for session in (routed.replay(case.foreign), routed.record()):
-        refused = pytest.raises(ReplayError, match=r"model\.layers\.1\.mlp\.gate selected 0 times")
-        with refused, session, torch.no_grad():
-            model(**case.batch, use_cache=False)
-
-
-class Logits(torch.nn.Module):
-    """A model as a function of its tokens alone."""
-
-    def __init__(self, model):
-        super().__init__()
-        self.model = model
-
-    def forward(self, tokens):
-        return self.model(input_ids=tokens, use_cache=False).logits
-
-
-def test_graphed_callables_made_in_a_session_are_refused(case):
-    routed = hf.attach(copy.deepcopy(case.untouched))
-    tokens = case.batch["input_ids"][:1].clone()  # the first sequence, which has no padding
-    with pytest.raises(ReplayError, match=REFUSED), routed.replay(case.foreign.select([0])):
-        torch.cuda.make_graphed_callables(Logits(routed.model), (tokens,), allow_unused_input=True)

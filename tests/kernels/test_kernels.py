@@ -18,30 +18,6 @@ from foreroute.testing.ranks import environment
 PROBE = """
 #include "kernels.hpp"
 
-struct Inner {
-    bool is_on;
-    Array<const int16_t, 1> ids;
-    bool is_last;
-};
-
-struct Outer {
-    double scale;
-    bool is_first;
-    Inner inner;
-    bool is_last;
-    int64_t number;
-    Array<const float, 2> table;
-};
-
-LOOP int64_t probe(const Outer &outer, bool flag, const Array<double, 2> &told) {
-    const double seen[] = {double(outer.is_first), outer.scale, double(outer.inner.is_on && outer.inner.is_last),
-                           double(outer.is_last), double(outer.number), double(flag), double(outer.inner.ids.length())};
-    for (int64_t i = 0; i < 7; ++i) told(0, i) = seen[i];
-    auto last = outer.table[outer.table.length() - 1];
-    for (int64_t i = 0; i < last.length(); ++i) told(1, i) = last[i] * outer.inner.ids[i];
-    return -told.size();
-}
-
 LOOP void words(int64_t seed, const Array<uint64_t, 1> &words) {
     uint64_t state = static_cast<uint64_t>(seed);
     for (int64_t i = 0; i < words.length(); ++i) words(i) = next_word(state);
@@ -55,15 +31,6 @@ class Inner(NamedTuple):
     is_on: bool
     ids: np.ndarray
     is_last: bool
-
-
-class Outer(NamedTuple):
-    scale: float
-    is_first: bool
-    inner: Inner
-    is_last: bool
-    number: int
-    table: np.ndarray
 
 
 def loaded(file, source=foreroute.kernels.__file__):
@@ -91,28 +58,6 @@ def library(tmp_path_factory):
 @pytest.fixture
 def kernels(library):
     return loaded(library)
-
-
-@pytest.mark.parametrize("flags", [0b0110, 0b1001])
-def test_structs_and_numbers_arrive_as_they_are(kernels, flags):
-    """Every field of a struct in a struct, whatever the fields before it hold."""
-    inner = kernels.StructOf(is_on=kernels.BOOL, ids=kernels.ArrayOf(np.int16, 1), is_last=kernels.BOOL)
-    outer = kernels.StructOf(
-        scale=kernels.FLOAT,
-        is_first=kernels.BOOL,
-        inner=inner,
-        is_last=kernels.BOOL,
-        number=kernels.INT,
-        table=kernels.ArrayOf(np.float32, 2),
-    )
-    told = kernels.ArrayOf(np.float64, 2, filled=True)
-    probe = kernels.compiled("probe", outer, kernels.BOOL, told, returns=kernels.INT)
-    is_first, is_on, is_last, flag = (bool(flags >> i & 1) for i in range(4))
-    table, ids, found = np.arange(6, dtype=np.float32).reshape(2, 3), np.array([3, -2, 5], np.int16), np.zeros((2, 7))
-    given = Outer(-0.25, is_first, Inner(is_on, ids, True), is_last, -(2**53), table)
-    assert probe(given, flag, found) == -14
-    assert found[0].tolist() == [is_first, -0.25, is_on, is_last, -(2**53), flag, 3]
-    assert found[1].tolist() == [9, -8, 25, 0, 0, 0, 0]
 
 
 UNFIT = {

@@ -36,8 +36,6 @@ from tests.adapters.hf.model_runs import (
 from tests.tiers import grid
 from tests.traces import foreign_choices
 
-UNITS_ONLY_AT_SLOTS = {"deepseek_v4", "minimax_m3_vl"}
-ONE_A_ROW = UNITS_ONLY_AT_SLOTS | {"glm5_next"}
 AT_ONCE = ("deepseek_v32", "deepseek_v4", "minimax_m3_vl")
 """One that chooses tokens, one that chooses compressed entries, and one that chooses blocks."""
 BATCH = batch_of(37, 24)
@@ -166,34 +164,6 @@ def keys_of(family, spec, units, position):
     if family in ("glm5_next", "qwen4_exp"):
         tokens += range((position + 1) // spec.unit * spec.unit, position + 1)
     return [token for token in tokens if token <= position]
-
-
-@grid("family", SPARSE, quick=3)
-def test_layouts_move_choices_with_their_tokens(family):
-    """Sequences are replayed as if alone, padded on either side and packed; upstream cannot, and we refuse."""
-    model, routed = attached(family)
-    _, trace = recorded(family)
-    other = foreign_choices(trace, routed.indexers)
-    alone = []
-    for s, tokens in enumerate(sequences_of(BATCH)):
-        with routed.replay(other.select([s])), torch.no_grad():
-            alone.append(model(input_ids=torch.from_numpy(tokens)[None], use_cache=False)[0][0])
-    left, forms = batch_of(37, 24, side="left"), {}
-    position_ids = (left["attention_mask"].cumsum(1) - 1).clamp(min=0)
-    forms["right"] = (BATCH, nullcontext())
-    refused = pytest.raises(BatchMismatchError, match=r"units.*tokens")
-    forms["left"] = (left | {"position_ids": position_ids}, refused if family in UNITS_ONLY_AT_SLOTS else nullcontext())
-    tokens = np.concatenate(sequences_of(BATCH))
-    positions = np.concatenate([np.arange(len(each)) for each in sequences_of(BATCH)])
-    packed = {"input_ids": torch.from_numpy(tokens)[None], "position_ids": torch.from_numpy(positions)[None]}
-    forms["packed"] = (packed, refused if family in ONE_A_ROW else nullcontext())
-    for name, (batch, outcome) in forms.items():
-        with outcome, routed.replay(other), routed.record(indexers=True) as recording, torch.no_grad():
-            output = model(**batch, use_cache=False)[0]
-            kept = batch.get("attention_mask", torch.ones_like(batch["input_ids"])).bool()
-            assert recording.trace().equals(other), name
-            if name != "packed" or family not in ("qwen4_exp",):  # its linear attention runs on over a packed row
-                torch.testing.assert_close(output[kept], torch.cat(alone), rtol=0, atol=5e-4)
 
 
 def test_choices_of_another_model_are_refused():
