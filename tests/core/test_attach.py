@@ -136,22 +136,6 @@ def test_what_does_not_select_once_or_proves_nothing_is_named(fault):
         attach(Model(block, loops), EXAMPLE)
 
 
-class OtherCalls(Model):
-    def forward(self, text, attention_mask=None, states=None):
-        return super().forward(text, 1.0)
-
-
-class OfBatch(Model):
-    def forward(self, **batch):
-        return super().forward(batch["tokens"], 1.0)
-
-
-def test_tokens_are_found_among_other_arguments():
-    beside = {"attention_mask": torch.ones_like(TOKENS), "states": torch.ones(2, 10, 4)}
-    assert attach(OtherCalls(), {**beside, "text": TOKENS}).hooks.tokens == "text"
-    assert attach(OfBatch(), {"tokens": TOKENS}).hooks.tokens == "tokens"
-
-
 WRONG_EXAMPLES = [
     (None, r"attach\(model, example=.* tokens, scale;"),
     ({"scale": 1.0}, r"has scale; .* Model"),

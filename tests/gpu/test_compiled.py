@@ -1,4 +1,7 @@
-"""`torch.compile` on the device: graphs obey every trace, and those that torch captures take the routes of a pass."""
+"""`torch.compile` on the device: graphs obey every trace, and those that torch captures take the routes of a pass.
+
+A CUDA graph keeps addresses. Captures in a session are refused: tests/adapters/hf/test_on_devices.py.
+"""
 
 import copy
 import importlib.util
@@ -8,7 +11,9 @@ import torch
 from torch._dynamo.utils import counters
 
 from foreroute.adapters import hf
+from foreroute.errors import ReplayError
 from tests.adapters.hf.family_checks import foreign_routes
+from tests.gpu import bits
 from tests.gpu.bits import Case, distance, logits_of, step
 
 pytestmark = [pytest.mark.gpu, pytest.mark.slow, pytest.mark.usefixtures("no_graphs_left")]
@@ -61,6 +66,23 @@ def reduced(device):
     return case, torch.compile(case.routed.model, mode="reduce-overhead", fullgraph=True)
 
 
+def test_captured_forwards_take_the_routes_of_their_session(reduced):
+    """Sessions one after the other, each of several passes: one warms up, one is captured, others are replayed."""
+    case, compiled = reduced
+    routed, batch = case.routed, case.batch
+    for seed in (1, 2):
+        trace = foreign_routes(routed, case.on_host, seed)
+        expected = bits.replayed(case, trace)
+        with routed.replay(trace), routed.record() as recording:
+            seen = [logits_of(compiled, batch).clone() for _ in range(4)]
+        assert all(distance(logits, expected) < NEAR for logits in seen)
+        executed = recording.trace()
+        for number in range(len(seen)):
+            rows = range(number * len(trace), (number + 1) * len(trace))
+            assert executed.select(list(rows)).equals(trace), f"session {seed}, pass {number}: other routes recorded"
+        assert distance(logits_of(routed.model, batch), expected) > 0.1, "native logits are as near"
+
+
 def test_captured_training_steps_take_the_routes_of_their_session(reduced):
     """Each in a session of its own with routes of its own."""
     case, compiled = reduced
@@ -77,3 +99,41 @@ def test_captured_training_steps_take_the_routes_of_their_session(reduced):
         for name in (name for name in expected if name.endswith("gate.weight")):
             assert distance(seen[name], expected[name]) < 0.2, name
         assert 0 < shared < 1, f"step {seed}: telemetry says that {shared:.2f} of picks are the routers' own"
+
+
+def test_a_graph_captured_before_does_not_pass_for_a_replay_or_a_recording(device):
+    if device.type != "cuda":
+        pytest.skip("it takes a GPU")
+    case = case_of("qwen3_moe", device)
+    routed = case.routed
+    graph, logits, ids = graph_of(routed.model, case.batch["input_ids"])
+    with torch.no_grad():
+        native = routed.model(input_ids=ids, use_cache=False).logits
+    with pytest.raises(ReplayError, match=r"nothing.*replayed"), routed.replay(case.foreign):
+        graph.replay()
+    with routed.record() as recording:
+        graph.replay()
+        with pytest.raises(ReplayError, match=r"nothing.*recorded"):
+            recording.trace()
+    torch.cuda.synchronize()
+    assert distance(logits, native) < 5e-2, "the graph is not the model's"
+
+
+def graph_of(model, tokens):
+    """A graph of the whole model outside of any session, its logits, and the tokens that it reads."""
+    ids = tokens.clone()
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    graph = torch.cuda.CUDAGraph()
+    try:
+        with torch.no_grad(), torch.cuda.stream(torch.cuda.current_stream()):  # which a failed capture would leave
+            with torch.cuda.stream(side):
+                for _ in range(3):
+                    model(input_ids=ids, use_cache=False)
+            torch.cuda.current_stream().wait_stream(side)
+            with torch.cuda.graph(graph):
+                logits = model(input_ids=ids, use_cache=False).logits
+    except RuntimeError as error:
+        pytest.skip(f"the unpatched model cannot be captured: {error}")
+    graph.replay()
+    return graph, logits, ids

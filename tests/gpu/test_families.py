@@ -64,6 +64,19 @@ def test_foreign_routes_are_obeyed_in_recomputation(case, use_reentrant):
     require_checkpointing(case, use_reentrant)
 
 
+@pytest.mark.gpu
+def test_routes_are_obeyed_in_mixed_precision(device):
+    case = Case.of("qwen3_moe", device, torch.float32)
+
+    def in_autocast(model, batch):
+        with torch.autocast(device.type, torch.bfloat16):
+            done = bits.forward(model, batch)
+        return bits.backward(model, done)
+
+    bits.require_native_bits(case, in_autocast)
+    bits.require_obeyed(case, in_autocast, torch.bfloat16)
+
+
 def require_checkpointing(case, use_reentrant):
     routed, batch = case.routed, case.batch
     with routed.replay(case.foreign):

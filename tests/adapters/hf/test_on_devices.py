@@ -61,7 +61,7 @@ def test_a_capture_in_a_session_is_refused_and_leaves_nothing_behind(session, de
             native(model, device)
         assert torch.equal(native(model, device), expected)
     assert session != "record" or len(opened.trace()) == 2 * len(trace)
-    if device.type == "cpu":  # outside of a session nothing is refused; a GPU captures in tests/gpu/test_graphs.py
+    if device.type == "cpu":  # outside of a session nothing is refused; a GPU captures in tests/gpu/test_compiled.py
         with capturing(device):
             native(model, device)
     assert torch.equal(native(model, device), before)

@@ -7,9 +7,7 @@ import numpy as np
 import pytest
 import torch
 
-from foreroute.adapters import hf
 from foreroute.errors import BatchMismatchError
-from foreroute.testing.models import tiny
 from tests.adapters.hf.model_runs import batch_of, experts_log, sequences_of, with_routes
 
 ALONE = batch_of(5, 1, 4, 6, 3, 3)
@@ -113,17 +111,3 @@ def test_packed_rows_that_attention_takes_for_one_sequence_are_refused(given, me
         for session in (routed.replay(trace), routed.record()):
             with pytest.raises(BatchMismatchError, match=message), session:
                 model(**given(packed(ONE_ROW)))
-
-
-def test_a_batch_of_padding_alone_is_replayed_as_it_was_recorded():
-    model = tiny("qwen3_moe")
-    routed = hf.attach(model)
-    batch = {name: torch.zeros((2, 5), dtype=torch.int64) for name in ("input_ids", "attention_mask")}
-    with torch.no_grad(), routed.record() as recording:
-        native = model(**batch, use_cache=False).logits
-    trace = recording.trace()
-    assert (len(trace), trace.num_rows) == (2, 0)
-    for how in ({}, {"missing": "drop", "telemetry": True}):
-        with torch.no_grad(), routed.replay(trace, **how) as session:
-            assert torch.equal(model(**batch, use_cache=False).logits, native)
-    assert not session.loss_mask_BT.any()

@@ -2,13 +2,11 @@
 
 import pytest
 import torch
-from torch.utils._pytree import tree_map
 
 import foreroute as fr
 from foreroute.adapters import hf
 from foreroute.adapters.hf.pixels import ImageTokens
 from foreroute.errors import BatchMismatchError
-from foreroute.testing.counting_device import DEVICE, other_device
 from foreroute.trace import PIXELS
 from tests.adapters.hf.test_whole_models import TOWER, build_whole
 from tests.tiers import grid
@@ -163,40 +161,6 @@ def test_pixels_that_belong_to_unknown_tokens_are_warned_of(monkeypatch):
         model(input_ids=tokens, pixel_values=torch.zeros(1, 3, 16, 16), use_cache=False)
     with pytest.warns(UserWarning, match=r"pixel_values.*known"):
         assert PIXELS not in recording.trace().streams
-
-
-@pytest.mark.slow
-def test_pixels_are_compared_on_the_device_and_the_host_does_not_wait(seeing):
-    """The tower that sees, which waits by itself, has its features from the CPU."""
-    model, _, seen, trace = seeing
-    with torch.no_grad():
-        features = model.model.get_image_features(seen.batch()["pixel_values"], seen.batch()["image_grid_thw"])
-    with other_device() as device:
-        there = hf.attach(build_seeing().to(DEVICE))
-        features.pooler_output = [piece.to(DEVICE) for piece in features.pooler_output]
-        features.deepstack_features = tree_map(lambda each: each.to(DEVICE), features.deepstack_features)
-        there.model.model.get_image_features = lambda *_, **__: features
-
-        def given(images):
-            batch = {name: each.to(DEVICE) for name, each in seen.batch(images=images).items()}
-            batch["position_ids"] = torch.arange(batch["input_ids"].shape[1]).expand(3, 3, -1).to(DEVICE)
-            return batch
-
-        def waits(batch):
-            device.reads.clear()
-            with torch.no_grad():
-                there.model(**batch, use_cache=False)
-            return sum(device.reads.values())
-
-        own, other = given(seen.images), given(Seen(patch_width(model), seed=1).images)
-        unpatched = waits(own)
-        with there.replay(trace):
-            assert waits(own) == unpatched
-        session = there.replay(trace)
-        session.__enter__()
-        assert waits(other) == unpatched, "what is wrong is not looked at in the forward"
-        with torch.no_grad(), pytest.raises(BatchMismatchError, match="sequence 0, position 2"):
-            session.__exit__(None, None, None)
 
 
 def test_a_digest_is_what_files_hold_for_good():

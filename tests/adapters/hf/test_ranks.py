@@ -3,14 +3,17 @@
 The oracle is that model with its experts forced by hand.
 """
 
+import io
 import re
-from contextlib import nullcontext
+from contextlib import nullcontext, redirect_stdout
 from functools import lru_cache
 from pathlib import Path
+from unittest.mock import patch
 
 import numpy as np
 import pytest
 import torch
+import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
@@ -219,3 +222,25 @@ def ask_of_the_page(rank, num_forwards_G):
 def test_a_rank_without_a_session_is_told_on_every_rank_where_all_are_asked(workers):
     workers(2).run(ask_of_the_page, [1, 0])
     workers(2).run(ask_of_the_page, [1, 1])
+
+
+PAGE = Path(__file__).parents[3] / "docs" / "huggingface.md"
+
+
+def run_page(rank):
+    """Its loop and what it appends for FSDP2, in the group that is there: what was printed, and the weights after."""
+    blocks = re.findall(r"^```python\n(.*?)^```", PAGE.read_text(encoding="utf-8"), re.MULTILINE | re.DOTALL)
+    (appended,) = [block for block in blocks if "fully_shard" in block]
+    page = {"__name__": "__main__"}
+    group = patch.multiple(dist, init_process_group=lambda backend: None, destroy_process_group=lambda: None)
+    with group, redirect_stdout(io.StringIO()) as printed:
+        exec(blocks[0], page)
+        exec(appended, page)
+    return printed.getvalue(), [whole(parameter).detach() for parameter in page["model"].parameters()]
+
+
+@pytest.mark.slow
+def test_the_page_runs_on_two_ranks(workers):
+    (printed, one), (_, other) = workers(2).run(run_page)
+    assert printed.count("k3 ") == 2
+    assert all(torch.equal(a, b) for a, b in zip(one, other, strict=True)), "they are one model"
