@@ -10,15 +10,12 @@ from collections import Counter
 import numpy as np
 import pytest
 import torch
-from transformers import DynamicCache, Qwen3MoeModel, StaticCache
-from transformers.cache_utils import StaticLayer
+from transformers import DynamicCache, Qwen3MoeModel
 
 from foreroute.adapters import hf
 from foreroute.core import AttachError, ReplayError, attach
-from foreroute.core import trunk as core_trunk
 from foreroute.core.caches import FollowedCache
 from foreroute.testing.models import tiny
-from tests.adapters.hf.families import skip_in_older
 from tests.adapters.hf.model_runs import batch_of, rows_log
 
 PROMPTS = batch_of(4, 4)["input_ids"]
@@ -33,19 +30,12 @@ def routed(request):
     return request.param(tiny("qwen3_moe", num_hidden_layers=2).eval())
 
 
-def prefilled(model, cache=None):
-    return model(input_ids=PROMPTS, past_key_values=cache, use_cache=True).past_key_values
+def prefilled(model):
+    return model(input_ids=PROMPTS, use_cache=True).past_key_values
 
 
-def decode(model, cache, rows=2, num=1, token=5):
-    return model(input_ids=torch.full((rows, num), token), past_key_values=cache, use_cache=True)
-
-
-MADE = {
-    "by the model": lambda model: None,
-    "dynamic": lambda model: DynamicCache(config=model.config),
-    "static": lambda model: StaticCache(config=model.config, max_cache_len=12),
-}
+def decode(model, cache, rows=2):
+    return model(input_ids=torch.full((rows, 1), 5), past_key_values=cache, use_cache=True)
 
 
 def test_a_cache_of_another_batch_or_a_copy_or_fewer_rows_is_refused(routed):
@@ -80,31 +70,6 @@ def require_recorded(routed, recording, tokens, *, may_have_more=False):
         routed.model(input_ids=tokens, use_cache=False)
     seen, expected = (ids_of(each).sort(-1).values for each in (recording, whole))
     assert torch.equal(seen[:, : expected.shape[1]] if may_have_more else seen, expected)
-
-
-@pytest.mark.parametrize(
-    ("make", "mode"),
-    [("by the model", torch.inference_mode), ("dynamic", torch.no_grad), ("static", torch.inference_mode)],
-)
-def test_positions_that_were_cut_off_at_the_end_are_left_out(routed, make, mode):
-    """Parts of a forward, whole ones and parts of several; others took their place."""
-    if make == "static" and not hasattr(StaticLayer, "crop"):
-        skip_in_older("a static cache of this transformers cannot be cut")
-    model = routed.model
-    with mode():
-        cache = MADE[make](model)
-        with routed.record() as recording:
-            cache = prefilled(model, cache)
-            decode(model, cache, num=3, token=6)
-            cache.crop(-2)
-            decode(model, cache, num=2, token=7)
-            decode(model, cache, token=8)
-            cache.crop(-2)
-            decode(model, cache, num=2)
-            decode(model, cache, num=1, token=9)
-            cache.crop(-1)
-            decode(model, cache)
-    require_recorded(routed, recording, torch.cat([PROMPTS, torch.tensor([[6, 7, 5, 5, 5]] * 2)], 1))
 
 
 def grown(cache, num, generator):
@@ -217,11 +182,3 @@ def test_a_cache_of_unknown_form_is_refused_when_a_model_is_attached():
     model.model.forward = handing
     with pytest.raises(AttachError, match="as those of beams are"):
         attach(model)
-
-
-def test_a_cache_that_hooks_do_not_find_is_refused_when_a_model_is_attached(monkeypatch):
-    """As when a release hands it from the model to its trunk in another way than by an argument."""
-    for name, nothing in (("find_cache", lambda values: None), ("given_cache", lambda given, error: None)):
-        monkeypatch.setattr(core_trunk, name, nothing)
-    with pytest.raises(AttachError, match=r"recorded.*sequence"):
-        attach(tiny("qwen3_moe", num_hidden_layers=2))

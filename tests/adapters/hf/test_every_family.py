@@ -28,8 +28,6 @@ AT_ONCE = [
     *("mixtral", "olmoe", "phimoe", "qwen3_moe", "qwen3_vl_moe", "step3p7", "zaya"),
 ]
 """One of each kind of gate, selection and attention, of which `make test` has most checks. The others are like one."""
-OWN_SELECTION = ["dbrx", "deepseek_v4", "jetmoe", "phimoe", "zaya"]
-"""These do not select by one top-k in the forward of a router."""
 LONG = [native, checkpointing, backends, configuration]
 """These find what families alike have alike. CI has two of them of a family that is in `AT_ONCE`, by turns."""
 LONG_AT_ONCE = ["deepseek_v3", "gpt_oss", "qwen3_moe"]
@@ -61,9 +59,8 @@ def marks_of(name, check):
         return pytest.mark.slow if check is foreign else pytest.mark.exhaustive
     if name in LONG_AT_ONCE or check not in LONG:
         return ()
-    # a selection of its own is made again in checkpoints
-    by_day = {checkpointing, native} if name in OWN_SELECTION else set(LONG[AT_ONCE.index(name) % 2 :: 2])
-    return pytest.mark.slow if check in by_day else pytest.mark.exhaustive
+    is_by_day = LONG.index(check) % 2 == AT_ONCE.index(name) % 2
+    return pytest.mark.slow if is_by_day else pytest.mark.exhaustive
 
 
 @pytest.mark.shows("Hugging Face", "73 families, left and right padding, checkpointing of both kinds")

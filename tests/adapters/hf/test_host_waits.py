@@ -166,14 +166,10 @@ def put(name, place, value):
     return spoil
 
 
-def masked(change):
-    return lambda batch: batch.update(attention_mask=change(batch["attention_mask"]))
-
-
 REFUSED = {
     "other token": ("right", put("input_ids", (2, 5), 3), "sequence 2, position 5: token 3 in the batch, 15 in"),
     "other token, left": ("left", put("input_ids", (1, 8), 3), "sequence 1, position 3: token 3 in the batch, 9 in"),
-    "no mask": ("right", masked(lambda mask: mask / 2), r"attention_mask holds 0\.5"),
+    "no mask": ("right", put("attention_mask", (0, 0), 2), "attention_mask holds 2"),
     "another pattern": (
         "right, as a pattern",
         put("attention_mask", (2, 0, 6, 3), False),

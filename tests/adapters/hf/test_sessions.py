@@ -64,7 +64,6 @@ def test_continuous_batching_is_refused_before_it_begins():
 
 GOES_ON = {
     "by its mask": {"attention_mask": torch.ones(2, 9, dtype=torch.long)},
-    "by its positions": {"position_ids": torch.arange(5, 9)[None]},
     "in one row": {"position_ids": torch.stack([torch.arange(4), torch.arange(3, 7)])},
 }
 NOT_RECOGNISED = "so that the forward seems to continue a key-value cache, which was not recognised"

@@ -62,25 +62,20 @@ def seeded_loss(model):
 @pytest.mark.shows("Hugging Face", "PEFT's LoRA, on experts and routers too")
 @grid(("form", "use_reentrant"), [(with_lora, True), (with_lora_on_experts_and_routers, False)], quick=1)
 def test_own_routes_change_no_bit_and_experts_get_others_also_in_recomputation(form, use_reentrant):
-    untouched, plain, model = ready(form(), use_reentrant), ready(form(), None), ready(form(), use_reentrant)
+    untouched, model = ready(form(), use_reentrant), ready(form(), use_reentrant)
     routed = hf.attach(model)
     session = require_bit_equal(untouched, model, routed, seeded_loss, telemetry=True)
     assert session.agreement().differing_tokens_share == 0
-    grads, trace = [], random_routes(routed.spec, BATCH)
-    for each in (plain, model):
-        each.zero_grad()
-        attached = hf.attach(each)
-        with experts_log(each) as log:
-            with attached.replay(trace):
-                loss = seeded_loss(each)
-            loss.backward()
-        layers = {path: layer for layer, path in enumerate(sorted({path for path, _ in log}))}
-        assert len(layers) == routed.spec.num_layers
-        for path, ids in log:
-            assert np.array_equal(ids[KEPT].numpy(), trace.expert_ids_NLK[:, layers[path]])
-        grads.append(gradients(each))
-    for name, gradient in grads[0].items():
-        torch.testing.assert_close(grads[1][name], gradient, rtol=0, atol=1e-7, msg=name)
+    trace = random_routes(routed.spec, BATCH)
+    with experts_log(model) as log:
+        with routed.replay(trace):
+            loss = seeded_loss(model)
+        loss.backward()
+    layers = {path: layer for layer, path in enumerate(sorted({path for path, _ in log}))}
+    assert len(layers) == routed.spec.num_layers
+    assert len(log) == 2 * len(layers)
+    for path, ids in log:
+        assert np.array_equal(ids[KEPT].numpy(), trace.expert_ids_NLK[:, layers[path]])
 
 
 def second_products():
