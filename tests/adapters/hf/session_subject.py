@@ -4,7 +4,6 @@ from contextlib import contextmanager
 from functools import partial
 
 import torch
-import torch.distributed._composable
 import transformers
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
@@ -30,11 +29,6 @@ def pairs_by_hand(on, use_reentrant):
     second.forward = lambda h, **kw: h
 
 
-def composable(on):
-    for layer in on.layers:
-        torch.distributed._composable.checkpoint(layer)
-
-
 def selective(on):
     """Kept is what no router computes, whose weights change in between, and nobody writes to."""
     kept = partial(create_selective_checkpoint_contexts, [torch.ops.aten.silu.default])
@@ -48,7 +42,6 @@ RECOMPUTATIONS = {
     **{f"layers by hand, {name}": by(checkpoint_by_hand, kind) for name, kind in FORMS.items()},
     **{f"pairs by hand, {name}": partial(pairs_by_hand, use_reentrant=kind) for name, kind in FORMS.items()},
     "selective": selective,
-    "composable": composable,
 }
 
 

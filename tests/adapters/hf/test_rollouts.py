@@ -28,17 +28,13 @@ def sampled(routed, *, tokens=8, samples=1, end=None, **options):
     """
     prompts = batch_of(5, 3, 4, side="left")
 
-    class Ends:
-        """Makes sequence s end at its step of `end`, and nowhere else."""
-
-        def __call__(self, input_ids, scores):
-            step = input_ids.shape[1] - 5
-            scores[:, END] = -torch.inf
-            for s, last in enumerate(end or []):
-                if step == last:
-                    scores[s] = -torch.inf
-                    scores[s, END] = 0
-            return scores
+    def ends(input_ids, scores):
+        scores[:, END] = -torch.inf
+        for s, last in enumerate(end or []):
+            if input_ids.shape[1] - 5 == last:
+                scores[s] = -torch.inf
+                scores[s, END] = 0
+        return scores
 
     torch.manual_seed(3)
     with routed.record(weight_version=4) as recording:
@@ -49,7 +45,7 @@ def sampled(routed, *, tokens=8, samples=1, end=None, **options):
             num_return_sequences=samples,
             pad_token_id=PAD,
             eos_token_id=END,
-            logits_processor=[Ends()],
+            logits_processor=[ends],
             **options,
         )
     over = (output[:, 5:] == END).cumsum(1) - (output[:, 5:] == END).long()

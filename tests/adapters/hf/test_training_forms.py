@@ -125,15 +125,13 @@ def test_selective_checkpoints_repeat_what_the_forward_ran(family, kept):
 def test_a_model_of_half_precision_takes_other_routes():
     model = tiny("qwen3_moe").half()
     routed = hf.attach(model)
-    require_bit_equal(tiny("qwen3_moe").half(), model, routed, seeded_loss)
     trace = random_routes(routed.spec, BATCH)
     with torch.no_grad():
-        own = log_probs(model, BATCH)
         with forced_by_hand(model, trace, BATCH):
             expected = log_probs(model, BATCH)
         with routed.replay(trace):
             assert torch.equal(log_probs(model, BATCH), expected)
-    assert not torch.equal(own, expected), "the control"
+        assert not torch.equal(log_probs(model, BATCH), expected), "the control"
 
 
 def trained(tmp_path, model, routes, **options):
