@@ -48,14 +48,6 @@ def as_pattern(batch):
     return batch | {"attention_mask": (causal & kept[:, None])[:, None]}
 
 
-def scattered():
-    """Padding inside of a sequence too."""
-    batch = padded("right")
-    for given in batch.values():
-        given[0] = given[0, [7, 0, 1, 8, 2, 3, 4, 5, 6]]
-    return batch
-
-
 def packed(*rows):
     """The sequences of each row one after the other, as many tokens in each, with positions."""
     return {
@@ -69,7 +61,6 @@ BATCHES = {
     "right": padded("right"),
     "left, with positions": with_positions("left"),
     "right, as a pattern": as_pattern(padded("right")),
-    "scattered": scattered(),
     "packed": packed([0, 1, 2]),
     "packed, with lengths": packed([0, 1, 2]) | {"cu_seq_lens_q": OFFSETS, "cu_seq_lens_k": OFFSETS},
     "packed in two rows": packed([0, 1], [2]),

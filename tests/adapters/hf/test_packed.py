@@ -73,20 +73,15 @@ def offsets(rows):
     return torch.tensor([0, *np.cumsum([len(sequences_of(ALONE)[s]) for s in rows[0]])])
 
 
-def ones(given):
-    return torch.ones_like(given["input_ids"])
-
-
-def without_positions(given):
-    return {name: value for name, value in given.items() if name != "position_ids"}
-
-
 ONE_ROW = ROWS["one row"]
 TAKEN_FOR_ONE = {
     "a cache by default": (lambda given: given, "use_cache=False"),
-    "a mask": (lambda given: given | {"attention_mask": ones(given), "use_cache": False}, "attention_mask"),
+    "a mask": (
+        lambda given: given | {"attention_mask": torch.ones_like(given["input_ids"]), "use_cache": False},
+        "attention_mask",
+    ),
     "offsets alone": (
-        lambda given: without_positions(given) | {"cu_seq_lens_q": offsets(ONE_ROW), "use_cache": False},
+        lambda given: {"input_ids": given["input_ids"], "cu_seq_lens_q": offsets(ONE_ROW), "use_cache": False},
         "position_ids that restart",
     ),
     "offsets beside other positions": (

@@ -7,7 +7,6 @@ import torch
 from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeTopKRouter
 
 from foreroute.adapters import hf
-from foreroute.core.selection import SelectionMode
 from foreroute.core.selection_rules import RULES
 from foreroute.errors import AttachError
 from foreroute.testing.models import tiny
@@ -40,22 +39,12 @@ def limited_to_groups(mask):
     return GroupedRouter
 
 
-def masked_twice(scores, is_open):
-    return scores.masked_fill(is_open == 0, -1.0).masked_fill(is_open == 0, 0.0)
-
-
 def with_router(router_class, *, layers=None):
     model = build("qwen3_moe", num_experts=8)
     for number, layer in enumerate(model.model.layers):
         if layers is None or number in layers:
             layer.mlp.gate.__class__ = router_class
     return model
-
-
-def test_without_the_score_before_masking_attach_refuses(monkeypatch):
-    monkeypatch.setattr(SelectionMode, "before_masking", lambda self, scores: scores)
-    with pytest.raises(AttachError, match="weight zero"):
-        hf.attach(with_router(limited_to_groups(masked_twice)))
 
 
 class ArgSortRouter(FutureRouter):

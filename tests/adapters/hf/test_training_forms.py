@@ -90,12 +90,9 @@ def second_products():
     return create_selective_checkpoint_contexts(policy)
 
 
-# not the gathered weights, which routers divide in place
-ROUTER_OPERATORS = [aten.mm.default, aten._softmax.default, aten.sigmoid.default, aten.topk.default]
 SELECTIVE = {
     "top-k": lambda: create_selective_checkpoint_contexts([aten.topk.default]),
     "second products": second_products,
-    "what a router computes": lambda: create_selective_checkpoint_contexts(ROUTER_OPERATORS),
 }
 
 
