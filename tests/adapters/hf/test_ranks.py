@@ -127,15 +127,15 @@ def plain(way="", seed=1):
         return model, *step(model, BATCH)
 
 
-def cases():
-    for way in ("DDP", "FSDP2", "FSDP2, with adapters"):
-        yield pytest.param(way, marks=pytest.mark.shows("Hugging Face", "DDP and FSDP2, two processes"))
-    shown = "tensor parallelism, expert parallelism and EP over FSDP2 of transformers"
-    for way in BY_TRANSFORMERS:
-        yield pytest.param(way, marks=[pytest.mark.slow, pytest.mark.shows("Hugging Face", shown)])
-
-
-@pytest.mark.parametrize("way", list(cases()))
+@pytest.mark.shows("Hugging Face", "DDP and FSDP2, two processes")
+@pytest.mark.shows("Hugging Face", "tensor parallelism, expert parallelism and EP over FSDP2 of transformers")
+@pytest.mark.parametrize(
+    "way",
+    [
+        *("DDP", "FSDP2", "FSDP2, with adapters"),
+        *(pytest.param(way, marks=pytest.mark.slow) for way in BY_TRANSFORMERS),
+    ],
+)
 def test_replay_is_that_of_a_model_on_its_own(workers, way, tmp_path):
     if way in BY_TRANSFORMERS:
         skip_where_nothing_is_spread()
