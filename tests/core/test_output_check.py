@@ -9,10 +9,7 @@ from foreroute.core import ReplayError, attach
 from foreroute.testing.counting_device import DEVICE, other_device
 from foreroute.testing.models import tiny
 from tests.adapters.hf.families import build
-from tests.adapters.hf.model_runs import (
-    batch_of,
-    with_routes,
-)
+from tests.adapters.hf.model_runs import batch_of, with_routes
 
 BATCH = batch_of(9, 6, 4)
 LAYER = 1

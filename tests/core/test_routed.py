@@ -12,12 +12,7 @@ from foreroute.adapters import hf
 from foreroute.core import ReplayError, attach
 from foreroute.core.route_ids import INTEGERS, UNSIGNED
 from foreroute.testing.models import tiny
-from tests.adapters.hf.model_runs import (
-    batch_of,
-    experts_log,
-    gradients,
-    loss_of,
-)
+from tests.adapters.hf.model_runs import batch_of, experts_log, gradients, loss_of
 from tests.replay.session_subject import same
 from tests.tiers import grid
 

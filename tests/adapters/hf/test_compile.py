@@ -14,13 +14,7 @@ from foreroute.adapters import hf
 from foreroute.errors import ReplayError
 from foreroute.testing.models import tiny
 from tests.adapters.hf.family_checks import is_newest
-from tests.adapters.hf.model_runs import (
-    batch_of,
-    enable_checkpointing,
-    gradients,
-    loss_of,
-    random_routes,
-)
+from tests.adapters.hf.model_runs import batch_of, enable_checkpointing, gradients, loss_of, random_routes
 from tests.roundings import GRADIENT_TERMS, require_rounded
 
 BATCH = batch_of(9, 6, 4)

@@ -10,14 +10,7 @@ from transformers.models.auto.modeling_auto import MODEL_MAPPING_NAMES
 from foreroute.adapters.versions import PEERS
 from tests.adapters.hf import support_table
 from tests.adapters.hf.families import FAMILIES, MODELLING, lacks, skip_in_older
-from tests.adapters.hf.family_checks import (
-    CHECKS,
-    backends,
-    checkpointing,
-    configuration,
-    foreign,
-    native,
-)
+from tests.adapters.hf.family_checks import CHECKS, backends, checkpointing, configuration, foreign, native
 from tests.adapters.hf.family_gates import GATES
 from tests.adapters.hf.family_refusals import REFUSED, refusal
 

@@ -8,15 +8,7 @@ import torch
 from foreroute.core import hooks
 from foreroute.core.selection import LayerPass, SelectionMode
 from foreroute.replay import Recording
-from tests.adapters.hf.family_checks import (
-    BATCH,
-    attached_once,
-    backends,
-    checkpointing,
-    foreign,
-    native,
-    record,
-)
+from tests.adapters.hf.family_checks import BATCH, attached_once, backends, checkpointing, foreign, native, record
 from tests.adapters.hf.model_runs import random_routes
 
 

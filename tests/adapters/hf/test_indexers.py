@@ -16,22 +16,13 @@ import torch
 
 from foreroute.adapters import hf
 from foreroute.adapters.hf import indexers as hf_indexers
-from foreroute.errors import (
-    AttachError,
-    BatchMismatchError,
-    ConfigError,
-    ReplayError,
-    SpecMismatchError,
-)
+from foreroute.errors import AttachError, BatchMismatchError, ConfigError, ReplayError, SpecMismatchError
 from foreroute.replay.indexers import IndexerRows
 from foreroute.testing.counting_device import DEVICE, other_device
 from foreroute.testing.models import tiny
 from foreroute.trace import RoutingTrace
 from tests.adapters.hf.families import MODELLING, SPARSE, build, lacks, skip_in_older
-from tests.adapters.hf.model_runs import (
-    batch_of,
-    random_routes,
-)
+from tests.adapters.hf.model_runs import batch_of, random_routes
 from tests.tiers import grid
 from tests.traces import foreign_choices
 
