@@ -80,8 +80,13 @@ def test_what_is_handed_on_is_read_in_every_form(family):
 
     for path in paths:
         model.get_submodule(path).register_forward_hook(copied)
+    tokens = torch.arange(1, 9)[None]
     with routed.record(), torch.no_grad():
-        model(input_ids=torch.arange(1, 9)[None])
+        model(input_ids=tokens)
+    if family in ("mixtral", "llama4"):
+        model.get_submodule(paths[0]).register_forward_hook(lambda *call: tuple(part.roll(1, -1) for part in call[-1]))
+        with pytest.raises(ReplayError, match="other ones"), routed.record(), torch.no_grad():
+            model(input_ids=tokens)
 
 
 def test_a_device_is_asked_and_not_waited_for():
