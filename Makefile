@@ -72,7 +72,7 @@ bench: $(READY)
 DEVICE ?= cuda
 # in the order of their weight: what is left when time is used up is skipped
 GPU_TESTS := tests/gpu/test_families.py tests/gpu/test_sampling_masks.py tests/adapters/hf/test_on_devices.py \
-	$(addprefix tests/gpu/test_,graphs.py jobs.py plans.py trainer.py megatron.py compiled.py)
+	$(addprefix tests/gpu/test_,plans.py trainer.py megatron.py compiled.py)
 # --confcutdir: the conftest.py above it runs the documentation, with packages that a bare machine lacks
 GPU_PYTEST := -m pytest -m gpu --confcutdir tests -n 1 --max-worker-restart 20 \
 	-o faulthandler_timeout=100 -o faulthandler_exit_on_timeout=true

@@ -1,29 +1,15 @@
 """What is done to a model after `attach`, or in a session, so that other experts run than those of the routes."""
 
-import copy
 from contextlib import nullcontext
 
-import numpy as np
 import pytest
 import torch
-from torch.nn.modules.module import register_module_forward_hook
 
-from foreroute.adapters import hf
-from foreroute.core import AttachError, ReplayError, attach
+from foreroute.core import ReplayError, attach
 from foreroute.testing.counting_device import DEVICE, other_device
 from foreroute.testing.models import tiny
 from tests.adapters.hf.families import build
-from tests.adapters.hf.model_runs import (
-    batch_of,
-    enable_checkpointing,
-    experts_log,
-    gradients,
-    loss_of,
-    random_routes,
-    with_routes,
-)
-from tests.replay.session_subject import same
-from tests.tiers import grid
+from tests.adapters.hf.model_runs import batch_of, with_routes
 
 BATCH = batch_of(9, 6, 4)
 LAYER = 1
@@ -43,10 +29,6 @@ def one_row(module, args, output):
     return (*output[:2], ids)
 
 
-def looks_on(module, args, output):
-    assert output[2].shape == (27, 2)
-
-
 def same_again(module, args, output):
     """As DeepSpeed does: the values are the same, in other tensors."""
     return tuple(part.clone() for part in output)
@@ -62,9 +44,7 @@ def forward_of(change):
         forward = router.forward
 
         def changed(*args):
-            output = forward(*args)
-            other = change(router, args, output)
-            return output if other is None else other
+            return change(router, args, forward(*args))
 
         router.forward = changed
 
@@ -75,8 +55,7 @@ def hook_of(change):
     return lambda model: router_of(model).register_forward_hook(change)
 
 
-@pytest.mark.parametrize("how", [forward_of, hook_of])
-@pytest.mark.parametrize("change", [next_experts, written_to, one_row])
+@pytest.mark.parametrize(("change", "how"), [(next_experts, forward_of), (written_to, hook_of), (one_row, hook_of)])
 def test_what_rewrites_a_selection_is_named(change, how):
     model, routed, trace = with_routes(BATCH)
     how(change)(model)
@@ -85,60 +64,6 @@ def test_what_rewrites_a_selection_is_named(change, how):
         said = rf"router model\.layers\.1\.mlp\.gate .*{who}.* handed on other ones"
         with pytest.raises(ReplayError, match=said), session, inference():
             model(**BATCH)
-
-
-@grid(
-    ("change", "how", "use_reentrant"),
-    [
-        (same_again, forward_of, True),
-        (looks_on, hook_of, False),
-        (same_again, hook_of, None),
-    ],
-    quick=2,
-)
-def test_what_only_looks_is_let_be(change, how, use_reentrant):
-    """With rows that have no route, in recomputation too; gradients are those of a model that nobody looks at."""
-    seen = []
-    for is_seen in (False, True):
-        model = tiny("qwen3_moe")
-        enable_checkpointing(model, use_reentrant)
-        routed = hf.attach(model)
-        trace = random_routes(routed.spec, BATCH)
-        trace.valid_N[::4] = False
-        if is_seen:
-            how(change)(model)
-        before = [(dict(module.__dict__), dict(module._forward_hooks)) for module in model.modules()]
-        with routed.replay(trace, missing="native"), routed.record() as recording, experts_log(model) as log:
-            loss = loss_of(model, BATCH)
-        recorded = recording.trace().expert_ids_NLK
-        assert np.array_equal(recorded[trace.valid_N], trace.expert_ids_NLK[trace.valid_N])
-        loss.backward()
-        assert [(dict(module.__dict__), dict(module._forward_hooks)) for module in model.modules()] == before
-        seen.append((gradients(model), [ids for _, ids in log]))
-    assert same(seen[1][0], seen[0][0])
-    assert all(torch.equal(*each) for each in zip(seen[0][1], seen[1][1], strict=True))
-
-
-def test_a_hook_that_is_put_on_in_a_session_or_on_all_modules_is_seen_too():
-    model = tiny("qwen3_moe")
-    routed = hf.attach(model)
-    with routed.record(), torch.no_grad():
-        model(**BATCH)
-        router_of(model).register_forward_hook(looks_on)
-        model(**BATCH)
-        router_of(model).register_forward_hook(next_experts)
-        with pytest.raises(ReplayError, match="next_experts"):
-            model(**BATCH)
-    router_of(model)._forward_hooks.clear()
-    router = router_of(model)
-    handle = register_module_forward_hook(lambda m, args, out: next_experts(m, args, out) if m is router else None)
-    try:
-        with pytest.raises(ReplayError, match="modules"), routed.record(), torch.no_grad():
-            model(**BATCH)
-    finally:
-        handle.remove()
-    with routed.record(), torch.no_grad():
-        model(**BATCH)
 
 
 @pytest.mark.parametrize("family", ["mixtral", "deepseek_v3", "llama4", "jetmoe", "gpt_oss"])
@@ -155,16 +80,13 @@ def test_what_is_handed_on_is_read_in_every_form(family):
 
     for path in paths:
         model.get_submodule(path).register_forward_hook(copied)
+    tokens = torch.arange(1, 9)[None]
     with routed.record(), torch.no_grad():
-        model(input_ids=torch.arange(1, 9)[None])
-
-
-def test_a_hook_that_rewrites_when_a_model_is_attached_is_an_attach_error():
-    model = tiny("qwen3_moe")
-    router_of(model).register_forward_hook(next_experts)
-    for attached in (attach, hf.attach):
-        with pytest.raises(AttachError, match=r"model\.layers\.1\.mlp\.gate"):
-            attached(model)
+        model(input_ids=tokens)
+    if family in ("mixtral", "llama4"):
+        model.get_submodule(paths[0]).register_forward_hook(lambda *call: tuple(part.roll(1, -1) for part in call[-1]))
+        with pytest.raises(ReplayError, match="other ones"), routed.record(), torch.no_grad():
+            model(input_ids=tokens)
 
 
 def test_a_device_is_asked_and_not_waited_for():
@@ -196,38 +118,10 @@ def test_a_device_is_asked_and_not_waited_for():
             optimizer.step()
 
 
-@pytest.mark.slow
-def test_places_exchanged_after_attach_are_named_in_a_compiled_graph():
-    """Where no router looks around."""
-    model, routed, trace = with_routes(BATCH, experts="grouped_mm")
-    one, other = model.model.layers[0], model.model.layers[2]
-    one.mlp.gate, other.mlp.gate = other.mlp.gate, one.mlp.gate
-    call = torch.compile(model, backend="eager")
-    said = r"layers\.2\.mlp\.gate stands where model\.layers\.0\.mlp\.gate stood .* Attach again"
-    with pytest.raises(ReplayError, match=said), routed.replay(trace):
-        call(**BATCH, use_cache=False)
-
-
-def test_a_block_that_is_another_and_picks_of_another_number_are_named():
+def test_picks_of_another_number_are_named():
     model, routed, trace = with_routes(BATCH)
     for layer in model.model.layers:
         layer.mlp.gate.top_k = 3
     for session in (routed.replay(trace), routed.record()):
         with pytest.raises(ReplayError, match=r"selects 3 experts in 27 of the 27 rows.*expected 2"), session:
             model(**BATCH)
-    model = tiny("qwen3_moe")
-    routed = hf.attach(model)
-    model.model.layers[0].mlp = copy.deepcopy(model.model.layers[0].mlp)
-    with pytest.raises(ReplayError, match=r"layers\.0\.mlp\.gate selected 0 times"), routed.replay(trace):
-        model(**BATCH)
-
-
-def test_a_skip_class_that_a_router_returns_as_another_id_is_no_difference():
-    """ZAYA's last class stands for no expert, and is returned as expert 0 with weight 0."""
-    model = build("zaya")
-    routed = attach(model)
-    router = routed.hooks.routers[0]
-    router.module.register_forward_hook(same_again)
-    shape = (*BATCH["input_ids"].shape, len(routed.hooks.routers), router.top_k)
-    with routed.replay(torch.full(shape, router.num_experts - 1), BATCH["attention_mask"]):
-        model(**BATCH)

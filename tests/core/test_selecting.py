@@ -6,7 +6,6 @@ import torch
 from foreroute.core import DeferredChecks, ReplayError, select_at
 from foreroute.testing.counting_device import DEVICE, other_device
 from foreroute.testing.models import same_bits
-from tests.tiers import grid
 
 RULES = {
     "Qwen3-MoE": {"normalize": True},
@@ -37,11 +36,11 @@ def test_gradients_are_those_of_the_formula(rule):
     assert torch.autograd.gradcheck(lambda logits: select_at(logits, ids, bias=BIAS, **RULES[rule])[0], given)
 
 
-@grid("backend", ["aot_eager", "inductor"], quick=0, day=1)
-def test_one_graph_takes_it(backend):
+@pytest.mark.slow
+def test_one_graph_takes_it():
     for rule in (RULES["gpt-oss"], RULES["DeepSeek-V3"]):
         call = torch.compile(
-            lambda *args, rule=rule: select_at(*args, bias=BIAS, **rule), backend=backend, fullgraph=True
+            lambda *args, rule=rule: select_at(*args, bias=BIAS, **rule), backend="aot_eager", fullgraph=True
         )
         logits, ids = drawn()
         ids[0, 1] = torch.tensor(FAULTS["an expert twice"])
@@ -64,15 +63,6 @@ def test_rows_without_a_route_are_the_routers_and_others_keep_their_order(rule):
     assert same_bits(weights[~given], native[~given])
     assert same_bits(select_at(logits, native_ids, **RULES[rule])[0], native)  # a bias and groups weigh nothing
     assert not torch.equal(weights[given], native[given])
-
-
-def test_an_expert_of_a_closed_group_has_its_live_weight():
-    """The trap of gathering from scores that the router has masked."""
-    logits = torch.arange(8.0)[None].requires_grad_()
-    weights, _ = select_at(logits, torch.tensor([[0, 7]]), groups=(4, 1, 1))
-    assert same_bits(weights, logits.softmax(-1)[:, [0, 7]])
-    weights[0, 0].backward()
-    assert logits.grad[0, 0] > 0
 
 
 @pytest.mark.parametrize("fault", FAULTS)
@@ -108,25 +98,15 @@ def test_the_host_does_not_wait_and_is_told_before_a_step():
             torch.optim.SGD([weight]).step()
 
 
-def test_half_precision_is_weighed_in_float32():
-    logits, ids = drawn(dtype=torch.bfloat16)
-    assert same_bits(select_at(logits, ids)[0], select_at(logits.float(), ids)[0])
-
-
 @pytest.mark.parametrize(
     ("change", "said"),
     [
         ({"ids": torch.zeros(2, 4, 3, dtype=torch.int64)}, r"ids torch.int64 of shape \[2, 4, 3\]"),
-        ({"ids": torch.zeros(2, 5, 3)}, "ids torch.float32"),
         ({"scores": torch.zeros(2, 5, 8, dtype=torch.int64)}, "scores are torch.int64"),
-        ({"ids": [[[0, 1, 2]] * 5] * 2}, "ids a list"),
-        ({"scores": torch.tensor(1.0), "ids": torch.tensor(1)}, r"float32 of shape \[\]"),
         ({"ids": torch.zeros(2, 5, 9, dtype=torch.int64)}, r"ids torch.int64 of shape \[2, 5, 9\].*K <= E"),
         ({"bias": torch.zeros(5, 1)}, r"the bias torch.float32 of shape \[5, 1\]"),
         ({"groups": (3, 1, 1)}, r"groups \(3, 1, 1\)"),
         ({"groups": (4, 1, 1)}, r"groups \(4, 1, 1\)"),  # of 2 experts
-        ({"groups": (4, 5, 1)}, r"groups \(4, 5, 1\)"),
-        ({"groups": (4, 2, 3)}, r"groups \(4, 2, 3\)"),
         ({"gate": "tanh"}, "the gate is 'tanh'; expected.*'softmax of picks'"),
     ],
 )

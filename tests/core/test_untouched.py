@@ -50,14 +50,6 @@ def with_front(front):
     return model
 
 
-class LazyBuffer(nn.Module):
-    def forward(self, rows):
-        if "seen" not in self._buffers:
-            self.register_buffer("seen", torch.zeros(()))
-        self.seen += 1
-        return rows
-
-
 class AmaxHistory(nn.Module):
     """As float8 layers keep it; in a new tensor each time, and a count that is no tensor."""
 
@@ -72,20 +64,6 @@ class AmaxHistory(nn.Module):
         return rows
 
 
-class CastsItself(nn.Module):
-    """Casts a bias, and keeps the dtype, in its first forward."""
-
-    def __init__(self):
-        super().__init__()
-        self.bias, self.compute_dtype = nn.Parameter(torch.zeros(32)), None
-
-    def forward(self, rows):
-        if self.compute_dtype is None:
-            self.compute_dtype = torch.bfloat16
-            self.bias.data = self.bias.data.to(self.compute_dtype)
-        return rows + self.bias.to(rows.dtype)
-
-
 class ReplacesItsWeight(nn.Module):
     def __init__(self):
         super().__init__()
@@ -96,17 +74,9 @@ class ReplacesItsWeight(nn.Module):
         return rows * self.weight
 
 
-class Random(nn.Module):
-    def forward(self, rows):
-        return rows + torch.rand(()) * 0
-
-
 FRONTS = {
     "packs weights": lambda: PackingLinear(32),
-    "makes a buffer": LazyBuffer,
     "replaces a buffer": AmaxHistory,
-    "casts a parameter": CastsItself,
-    "draws numbers": Random,
     "drops out": lambda: nn.Dropout(0.5),
 }
 
@@ -126,23 +96,16 @@ def seen_by_an_optimizer(model):
     return tensors, plain, torch.get_rng_state().tolist()
 
 
-@pytest.mark.parametrize("training", [True, False])
-@pytest.mark.parametrize("front", FRONTS)
+@pytest.mark.parametrize(("front", "training"), [(front, training) for front in FRONTS for training in (True, False)])
 def test_attaching_leaves_nothing_behind(front, training):
     model = with_front(FRONTS[front]()).train(training)
     before = seen_by_an_optimizer(model)
     attach(model)
     assert seen_by_an_optimizer(model) == before
-
-
-@pytest.mark.parametrize("front", FRONTS)
-def test_what_is_not_put_back_is_seen(front):
-    """The control: the same comparison after a forward alone, in train mode where nothing drops out otherwise."""
-    model = with_front(FRONTS[front]()).train(front == "drops out")
-    before = seen_by_an_optimizer(model)
+    model.train(front == "drops out")
     with torch.no_grad():
         model(input_ids=TOKENS, use_cache=False)
-    assert seen_by_an_optimizer(model) != before
+    assert seen_by_an_optimizer(model) != before, "the control: a forward alone leaves something"
 
 
 def trained_by(model):
@@ -165,34 +128,13 @@ def test_packed_weights_train_adapters_after_sessions_in_eval_mode(mended, monke
     assert trained_by(model) == mended
 
 
-def test_what_a_user_loads_and_what_a_parameter_carries_stay_in_a_session_where_nothing_was_packed():
-    """As the optimizer that DeepSpeed's parameters carry, which a step in a session moves."""
-    model = with_front(PackingLinear(32)).train()
+def test_a_parameter_that_a_forward_or_a_session_replaces_is_named_and_the_model_left():
+    model = with_front(nn.Identity())
     routed = attach(model)
-    packed = model.model.embed_tokens.front.weight
-    other = torch.zeros_like(packed.data).reshape(-1, 2)
-    with torch.no_grad(), routed.record():
+    model.model.embed_tokens.front = ReplacesItsWeight()
+    with pytest.raises(ReplayError), torch.no_grad(), routed.record():
         model(input_ids=TOKENS, use_cache=False)
-        packed.scales.scale = torch.full((1,), 3.0)
-    assert packed.scales.scale == 3
-    with torch.no_grad(), routed.record():
-        model(input_ids=TOKENS, use_cache=False)
-        packed.data = other
-    assert packed.data_ptr() == other.data_ptr()
-
-
-def test_a_parameter_that_a_forward_replaces_is_named_and_the_model_left():
-    model = with_front(ReplacesItsWeight())
     before = seen_by_an_optimizer(model)
     with pytest.raises(AttachError, match=r"parameter.*model\.embed_tokens\.front\.weight"):
         attach(model)
     assert seen_by_an_optimizer(model) == before
-
-
-def test_a_parameter_that_a_session_replaces_is_named_unless_another_error_ends_it():
-    model = with_front(nn.Identity())
-    routed = attach(model)
-    model.model.embed_tokens.front = ReplacesItsWeight()
-    for labels, error in ((TOKENS, ReplayError), ("no tensor", TypeError)):
-        with pytest.raises(error), torch.no_grad(), routed.record():
-            model(input_ids=TOKENS, labels=labels, use_cache=False)

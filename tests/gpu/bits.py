@@ -5,16 +5,14 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 
 from foreroute.adapters import hf
-from foreroute.trace import LayerKind, RoutingTrace
+from foreroute.trace import RoutingTrace
 from tests.adapters.hf.families import SIZES, build
 from tests.adapters.hf.family_checks import foreign_routes, ids_of, watching
-from tests.adapters.hf.model_runs import batch_of, gradients, sequences_of
-from tests.replay.session_subject import router_paths
+from tests.adapters.hf.model_runs import batch_of, gradients
 
 FAMILIES = (
     *("qwen3_moe", "deepseek_v3", "gpt_oss", "mixtral", "olmoe", "deepseek_v2", "glm4_moe", "deepseek_v4"),
@@ -79,10 +77,6 @@ class Case:
         """This implementation of the experts, in both models."""
         for model in (self.routed.model, self.untouched):
             model.config._experts_implementation = experts
-
-    def traced(self, ids_NLK):
-        ends = np.cumsum(self.on_host["attention_mask"].sum(1))[:-1]
-        return RoutingTrace.from_sequences(self.routed.spec, sequences_of(self.on_host), np.split(ids_NLK, ends))
 
 
 def model_of(family, device, dtype, *, experts="grouped_mm", **overrides):
@@ -231,29 +225,6 @@ def require_given(case, calls, of_experts, *, precision=None):
         assert apart < EXPERT_TOLERANCE[precision], f"what the last layer's experts returned is {apart:.2g} off"
 
 
-def require_other_outcome(case, bits):
-    """Foreign routes give other logits than native ones, and one id of the first sequence changes that one most."""
-    assert distance(replayed(case, case.foreign), logits_of(case.routed.model, case.batch)) > 1e-2
-    ids_NLK = case.foreign.expert_ids_NLK.copy()
-    picked = ids_NLK[0, -1]
-    picked[-1] = next(expert for expert in range(case.routed.spec.num_experts) if expert not in picked)
-    after = replayed(case, case.traced(ids_NLK))
-    moved = [distance(*both) for both in zip(after, bits["logits"], strict=True)]
-    assert moved[0] > max(1e-6, *moved[1:]), f"an id of sequence 0 was changed; sequences changed by {moved}"
-
-
 def replayed(case, trace):
     with case.routed.replay(trace):
         return logits_of(case.routed.model, case.batch)
-
-
-def require_live_routers(case, bits):
-    """Gradients reach every router but those that look their experts up, and all is finite."""
-    still = [path for path in router_paths(case.routed) if not _learns(case.routed.model, path, bits)]
-    assert len(still) <= sum(layer.kind is LayerKind.HASH for layer in case.routed.spec.layers), still
-    assert all(value.isfinite().all() for value in bits.values())
-
-
-def _learns(model, path, bits):
-    names = [f"{path}.{name}" for name, _ in model.get_submodule(path).named_parameters()]
-    return any(name in bits and bits[name].any() for name in names)

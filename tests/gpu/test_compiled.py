@@ -1,4 +1,7 @@
-"""`torch.compile` on the device: graphs obey every trace, and those that torch captures take the routes of a pass."""
+"""`torch.compile` on the device: graphs obey every trace, and those that torch captures take the routes of a pass.
+
+A CUDA graph keeps addresses. Captures in a session are refused: tests/adapters/hf/test_on_devices.py.
+"""
 
 import copy
 import importlib.util
@@ -8,6 +11,7 @@ import torch
 from torch._dynamo.utils import counters
 
 from foreroute.adapters import hf
+from foreroute.errors import ReplayError
 from tests.adapters.hf.family_checks import foreign_routes
 from tests.gpu import bits
 from tests.gpu.bits import Case, distance, logits_of, step
@@ -95,3 +99,55 @@ def test_captured_training_steps_take_the_routes_of_their_session(reduced):
         for name in (name for name in expected if name.endswith("gate.weight")):
             assert distance(seen[name], expected[name]) < 0.2, name
         assert 0 < shared < 1, f"step {seed}: telemetry says that {shared:.2f} of picks are the routers' own"
+
+
+def test_what_is_generated_over_a_static_cache_is_replayed(device):
+    """On a GPU `generate` compiles its steps."""
+    case = case_of("qwen3_moe", device)
+    routed, prompts = case.routed, case.batch["input_ids"][:2, :6]
+    settings = {"max_new_tokens": 4, "do_sample": False, "pad_token_id": 0, "eos_token_id": None}
+    with routed.record() as recording:
+        sampled = routed.model.generate(
+            prompts, attention_mask=torch.ones_like(prompts), cache_implementation="static", **settings
+        )
+    with routed.replay(recording.rollout(sampled)) as session, torch.no_grad():
+        routed.model(input_ids=sampled, use_cache=False)
+    assert session.num_forwards == 1
+
+
+def test_a_graph_captured_before_does_not_pass_for_a_replay_or_a_recording(device):
+    if device.type != "cuda":
+        pytest.skip("it takes a GPU")
+    case = case_of("qwen3_moe", device)
+    routed = case.routed
+    graph, logits, ids = graph_of(routed.model, case.batch["input_ids"])
+    with torch.no_grad():
+        native = routed.model(input_ids=ids, use_cache=False).logits
+    with pytest.raises(ReplayError, match=r"nothing.*replayed"), routed.replay(case.foreign):
+        graph.replay()
+    with routed.record() as recording:
+        graph.replay()
+        with pytest.raises(ReplayError, match=r"nothing.*recorded"):
+            recording.trace()
+    torch.cuda.synchronize()
+    assert distance(logits, native) < 5e-2, "the graph is not the model's"
+
+
+def graph_of(model, tokens):
+    """A graph of the whole model outside of any session, its logits, and the tokens that it reads."""
+    ids = tokens.clone()
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    graph = torch.cuda.CUDAGraph()
+    try:
+        with torch.no_grad(), torch.cuda.stream(torch.cuda.current_stream()):  # which a failed capture would leave
+            with torch.cuda.stream(side):
+                for _ in range(3):
+                    model(input_ids=ids, use_cache=False)
+            torch.cuda.current_stream().wait_stream(side)
+            with torch.cuda.graph(graph):
+                logits = model(input_ids=ids, use_cache=False).logits
+    except RuntimeError as error:
+        pytest.skip(f"the unpatched model cannot be captured: {error}")
+    graph.replay()
+    return graph, logits, ids

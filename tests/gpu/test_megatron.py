@@ -63,7 +63,7 @@ def started(rank, function, *args):
 
 
 @pytest.mark.parametrize("recompute", KINDS)
-def test_own_routes_are_native_bits(megatron, recompute):
+def test_own_routes_are_native_bits_and_foreign_ones_obeyed(megatron, recompute):
     unsteady, changed = megatron(bits_without_and_with_replay, recompute)
     if unsteady:
         pytest.skip(f"the unpatched model does not repeat its own bits here: {sorted(unsteady)[0]}")
@@ -74,6 +74,7 @@ def bits_without_and_with_replay(device, recompute):
     """What the unpatched model does not repeat, and what replay changes."""
     with sorted_picks(), deterministic():
         bench = Bench.of(RECOMPUTE[recompute], SMALL, device)
+        require_obeyed(bench)
         first, again, replayed = (bits_of(bench, run) for run in (bench.native, bench.native, bench.replayed()))
     return differing(first, again), differing(first, replayed)
 
@@ -99,18 +100,11 @@ def sorted_picks():
         yield
 
 
-@pytest.mark.parametrize("recompute", KINDS)
-def test_foreign_routes_are_obeyed(megatron, recompute):
-    megatron(check_obeyed, recompute)
-
-
-def check_obeyed(device, recompute):
+def require_obeyed(bench):
     """Every router picks, for every token, the experts of routes that are not its own."""
-    with sorted_picks(), deterministic():
-        bench = Bench.of(RECOMPUTE[recompute], SMALL, device)
-        foreign = [other_routes(trace, seed) for seed, trace in enumerate(bench.traces)]
-        with picks(bench) as picked:
-            bench.replayed(traces=foreign)()
+    foreign = [other_routes(trace, seed) for seed, trace in enumerate(bench.traces)]
+    with picks(bench) as picked:
+        bench.replayed(traces=foreign)()
     for layer, maps in enumerate(picked):
         # where it is recomputed, a router runs twice before the next micro-batch begins
         runs = len(maps) // MICRO_BATCHES

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 import transformers
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from foreroute.adapters.versions import PEERS
 
@@ -59,14 +60,16 @@ class Family:
     modelled_by: str | None = None
 
 
-FAMILIES = {
-    "afmoe": Family("AfmoeForCausalLM"),
+USUAL = (
+    "afmoe axk1 axk2 bailing_hybrid cohere2_moe deepseek_v3 deepseek_v32 dots1 ernie4_5_moe exaone_moe "
+    "flex_olmo glm4_moe glm4_moe_lite gpt_oss granitemoe granitemoe_swa granitemoeshared hunyuan_v1_moe "
+    "hy_v3 hy_v4 jetmoe kolibri1 laguna mellum minimax minimax_m2 mixtral olmoe qwen2_moe qwen3_5_moe "
+    "qwen3_moe qwen3_next solar_open"
+)
+"""Families whose causal language model needs nothing besides `SIZES`."""
+OTHERS = {
     "aria": Family("AriaTextForCausalLM"),
-    "axk1": Family("AXK1ForCausalLM"),
-    "axk2": Family("AXK2ForCausalLM"),
-    "bailing_hybrid": Family("BailingHybridForCausalLM"),
     "beam": Family("BeamForCausalLM", {"mlp_layer_types": DENSE_FIRST}),
-    "cohere2_moe": Family("Cohere2MoeForCausalLM"),
     "dbrx": Family(
         "DbrxForCausalLM",
         {
@@ -80,28 +83,20 @@ FAMILIES = {
     ),
     "deepseek_ocr2": Family("DeepseekOcr2TextModel", {**GROUPED_SOFTMAX, "mlp_layer_types": DENSE_FIRST}),
     "deepseek_v2": Family("DeepseekV2ForCausalLM", GROUPED_SOFTMAX),
-    "deepseek_v3": Family("DeepseekV3ForCausalLM"),
-    "deepseek_v32": Family("DeepseekV32ForCausalLM"),
     "deepseek_v4": Family(
         "DeepseekV4ForCausalLM", {"mlp_layer_types": ["hash_moe", "moe", "moe"], "o_groups": 2, "o_lora_rank": 8}
     ),
     "diffusion_gemma": Family("DiffusionGemmaEncoderTextModel"),
-    "dots1": Family("Dots1ForCausalLM"),
     "dots3_note": Family("Dots3NoteForCausalLM", {"use_sliding_window": False}),
-    "ernie4_5_moe": Family("Ernie4_5_MoeForCausalLM"),
     "ernie4_5_vl_moe": Family(
         "Ernie4_5_VLMoeTextModel",
         {"moe_intermediate_size": [24, 24], "rope_parameters": {**ROPE, "mrope_section": [1, 1, 2]}},
     ),
-    "exaone_moe": Family("ExaoneMoeForCausalLM"),
-    "flex_olmo": Family("FlexOlmoForCausalLM"),
     "flint": Family("FlintForCausalLM", {"num_hidden_layers": 4}),
     "gemma4": Family(
         "Gemma4ForCausalLM",
         {"enable_moe_block": True, "vocab_size_per_layer_input": 50, "hidden_size_per_layer_input": 0},
     ),
-    "glm4_moe": Family("Glm4MoeForCausalLM"),
-    "glm4_moe_lite": Family("Glm4MoeLiteForCausalLM"),
     "glm4v_moe": Family(
         "Glm4vMoeTextModel",
         {"head_dim": 32, "rope_parameters": {**ROPE, "partial_rotary_factor": 0.5, "mrope_section": [2, 3, 3]}},
@@ -110,22 +105,12 @@ FAMILIES = {
         "Glm5NextTextModel", {"index_kpool": 4, "qk_rope_head_dim": 0, "head_dim": 0, "mlp_layer_types": DENSE_FIRST}
     ),
     "glm_moe_dsa": Family("GlmMoeDsaForCausalLM", {"mlp_layer_types": DENSE_FIRST}),
-    "gpt_oss": Family("GptOssForCausalLM"),
-    "granitemoe": Family("GraniteMoeForCausalLM"),
-    "granitemoe_swa": Family("GraniteMoeSWAForCausalLM"),
     "granitemoehybrid": Family("GraniteMoeHybridForCausalLM", {"mamba_n_heads": 4, "mamba_d_head": 16}),
-    "granitemoeshared": Family("GraniteMoeSharedForCausalLM"),
-    "hunyuan_v1_moe": Family("HunYuanMoEV1ForCausalLM"),
-    "hy_v3": Family("HYV3ForCausalLM"),
-    "hy_v4": Family("HYV4ForCausalLM"),
     "hy_v4_vl": Family("HYV4VLTextModel", {"rope_parameters": {**ROPE, "mrope_section": [2, 1, 1]}}),
     "inkling": Family("InklingForCausalLM", {**SLIDING_HEADS, "rel_extent": 16, "d_rel": 4}),
     "inkling2": Family("Inkling2ForCausalLM", {**SLIDING_HEADS, "rel_extent": 16, "d_rel": 4}),
     "jamba": Family("JambaForCausalLM", {"num_hidden_layers": 4, "mamba_d_state": 4}),
-    "jetmoe": Family("JetMoeForCausalLM"),
     "kimi_linear": Family("KimiLinearForCausalLM", {"mlp_layer_types": DENSE_FIRST, "topk_group": 1, "n_group": 1}),
-    "kolibri1": Family("Kolibri1ForCausalLM"),
-    "laguna": Family("LagunaForCausalLM"),
     "lara_mini": Family(
         "LaraMiniForCausalLM", {"layer_types": ["linear_attention", "sliding_attention", "full_attention"]}
     ),
@@ -137,7 +122,6 @@ FAMILIES = {
         "LongcatFlashForCausalLM",
         {"num_layers": 2, "zero_expert_num": 2, "ffn_hidden_size": 48, "expert_ffn_hidden_size": 24},
     ),
-    "mellum": Family("MellumForCausalLM"),
     "mimo_v2_flash": Family(
         "MiMoV2FlashForCausalLM",
         {
@@ -147,8 +131,6 @@ FAMILIES = {
             },
         },
     ),
-    "minimax": Family("MiniMaxForCausalLM"),
-    "minimax_m2": Family("MiniMaxM2ForCausalLM"),
     "minimax_m3_vl": Family(
         "MiniMaxM3VLForCausalLM",
         {
@@ -161,7 +143,6 @@ FAMILIES = {
     ),
     "mistral4": Family("Mistral4ForCausalLM", {"head_dim": None}),
     "mistral_large4": Family("MistralLarge4TextModel"),
-    "mixtral": Family("MixtralForCausalLM"),
     "muse_spark": Family("MuseSparkTextModel", {"moe_hidden_size": 32}),
     "nemotron_h": Family(
         "NemotronHForCausalLM",
@@ -175,13 +156,8 @@ FAMILIES = {
             "chunk_size": 8,
         },
     ),
-    "olmoe": Family("OlmoeForCausalLM"),
     "openai_privacy_filter": Family("OpenAIPrivacyFilterForTokenClassification"),
     "phimoe": Family("PhimoeForCausalLM", {"input_jitter_noise": 0.0}),
-    "qwen2_moe": Family("Qwen2MoeForCausalLM"),
-    "qwen3_5_moe": Family("Qwen3_5MoeForCausalLM"),
-    "qwen3_moe": Family("Qwen3MoeForCausalLM"),
-    "qwen3_next": Family("Qwen3NextForCausalLM"),
     "qwen3_omni_moe": Family("Qwen3OmniMoeThinkerTextModel"),
     "qwen3_vl_moe": Family("Qwen3VLMoeTextModel"),
     "qwen4_exp": Family(
@@ -195,13 +171,14 @@ FAMILIES = {
     ),
     "sarvam_mla": Family("DeepseekV3ForCausalLM", modelled_by="deepseek_v3"),
     "sarvam_moe": Family("Glm4MoeForCausalLM", modelled_by="glm4_moe"),
-    "solar_open": Family("SolarOpenForCausalLM"),
     "step3p7": Family(
         "Step3p7TextModel", {"mlp_layer_types": DENSE_FIRST, "share_expert_dim": 24, "sliding_window": 16}
     ),
     "unlimited_ocr": Family("UnlimitedOcrTextModel", GROUPED_SOFTMAX),
     "zaya": Family("ZayaForCausalLM", {"num_experts_per_tok": 1, "router_hidden_size": 32}),
 }
+FAMILIES = {name: Family(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.get(name, "")) for name in USUAL.split()} | OTHERS
+FAMILIES = dict(sorted(FAMILIES.items()))
 
 # What makes indexers leave something out of short sequences.
 SPARSE = {

@@ -37,9 +37,9 @@ def vitpose_backbone():
     )
 
 
-def inkling2_loop(passes=2):
+def inkling2_loop():
     config_class = transformers.CONFIG_MAPPING["inkling2_loop_text"]
-    sizes = {"num_hidden_layers": 3, "loop_layer_index_start": 1, "loop_layer_index_end": 2, "loop_num_passes": passes}
+    sizes = {"num_hidden_layers": 3, "loop_layer_index_start": 1, "loop_layer_index_end": 2, "loop_num_passes": 2}
     known = {name: value for name, value in SIZES.items() if name in config_fields(config_class)}
     return transformers.AutoModel.from_config(
         config_class(**known | SLIDING_HEADS | sizes, n_layers_per_attn_res_block=1, rel_extent=16, d_rel=4),

@@ -1,15 +1,9 @@
 """Running a model and seeing what its experts were really given."""
 
-import functools
 from contextlib import contextmanager
 
 import numpy as np
 import torch
-from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import (
-    CheckpointImpl,
-    apply_activation_checkpointing,
-    checkpoint_wrapper,
-)
 from torch.nn.functional import linear
 from torch.utils.checkpoint import checkpoint
 
@@ -186,21 +180,3 @@ def forced_by_hand(model, trace, batch):
     finally:
         for handle in handles:
             handle.remove()
-
-
-def wrap_layers(model, impl):
-    model.train()
-    apply_activation_checkpointing(
-        model,
-        checkpoint_wrapper_fn=functools.partial(checkpoint_wrapper, checkpoint_impl=impl),
-        check_fn=lambda module: type(module).__name__.endswith("DecoderLayer"),
-    )
-
-
-CHECKPOINTING = {
-    "plain": lambda model: model.train(),
-    "reentrant": lambda model: enable_checkpointing(model, True),
-    "non_reentrant": lambda model: enable_checkpointing(model, False),
-    "wrapper_reentrant": lambda model: wrap_layers(model, CheckpointImpl.REENTRANT),
-    "wrapper_non_reentrant": lambda model: wrap_layers(model, CheckpointImpl.NO_REENTRANT),
-}

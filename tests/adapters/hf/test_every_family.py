@@ -1,31 +1,18 @@
 """Every MoE family of the installed transformers, checked; docs/huggingface.md says exactly what came out."""
 
-import copy
 import re
 
 import pytest
-import torch
 import transformers
 from transformers.models.auto.configuration_auto import model_type_to_module_name
 from transformers.models.auto.modeling_auto import MODEL_MAPPING_NAMES
 
-from foreroute.adapters import hf
 from foreroute.adapters.versions import PEERS
 from tests.adapters.hf import support_table
-from tests.adapters.hf.families import FAMILIES, MODELLING, SPARSE, lacks, skip_in_older
-from tests.adapters.hf.family_checks import (
-    CHECKS,
-    backends,
-    checkpointing,
-    configuration,
-    foreign,
-    gradient,
-    native,
-    require_bit_equal,
-    weights,
-)
+from tests.adapters.hf.families import FAMILIES, MODELLING, lacks, skip_in_older
+from tests.adapters.hf.family_checks import CHECKS, backends, checkpointing, configuration, foreign, native
 from tests.adapters.hf.family_gates import GATES
-from tests.adapters.hf.family_refusals import REFUSED, inkling2_loop, refusal
+from tests.adapters.hf.family_refusals import REFUSED, refusal
 
 ROUTES = re.compile(r"^class (\w*(?:MoE|Moe|MOE|Experts?|Router|TopKGating)\w*)\(", re.MULTILINE)
 AT_ONCE = [
@@ -34,18 +21,8 @@ AT_ONCE = [
     *("mixtral", "olmoe", "phimoe", "qwen3_moe", "qwen3_vl_moe", "step3p7", "zaya"),
 ]
 """One of each kind of gate, selection and attention, of which `make test` has most checks. The others are like one."""
-OWN_SELECTION = ["dbrx", "deepseek_v4", "jetmoe", "phimoe", "zaya"]
-"""These do not select by one top-k in the forward of a router."""
-AT_ONCE_BY_TURNS = [native, gradient]
-"""Each runs the model forward and backward; `make test` has one of them of a family."""
-BY_TURNS = [checkpointing, backends]
-LONG = [*BY_TURNS, configuration]
-"""These take most of the time, and find what families alike have alike.
-
-A family has one of the first two by day: checkpointing, where its selection is its own.
-"""
-OF_EACH = [foreign, weights]
-"""What is shown by day of families that are like one of `AT_ONCE` too."""
+LONG = [native, checkpointing, backends, configuration]
+"""These find what families alike have alike. CI has two of them of a family that is in `AT_ONCE`, by turns."""
 LONG_AT_ONCE = ["deepseek_v3", "gpt_oss", "qwen3_moe"]
 """Families of which `make test` has every check."""
 ROUTES_NO_TOKENS = {"granite_docling": "its density router regresses a number of pages; there are no experts"}
@@ -72,14 +49,11 @@ def test_every_family_of_transformers_is_here():
 
 def marks_of(name, check):
     if name not in AT_ONCE:
-        return pytest.mark.slow if check in OF_EACH else pytest.mark.exhaustive
-    turn = AT_ONCE.index(name) % 2
-    if name in LONG_AT_ONCE or check not in [*LONG, AT_ONCE_BY_TURNS[turn]]:
+        return pytest.mark.slow if check is foreign else pytest.mark.exhaustive
+    if name in LONG_AT_ONCE or check not in LONG:
         return ()
-    # of those with indexers, test_without_weights.py has the configuration by day
-    by_night = backends if name in OWN_SELECTION else BY_TURNS[turn]
-    is_by_night = name in SPARSE if check is configuration else check is by_night
-    return pytest.mark.exhaustive if is_by_night else pytest.mark.slow
+    is_by_day = LONG.index(check) % 2 == AT_ONCE.index(name) % 2
+    return pytest.mark.slow if is_by_day else pytest.mark.exhaustive
 
 
 @pytest.mark.shows("Hugging Face", "73 families, left and right padding, checkpointing of both kinds")
@@ -113,12 +87,3 @@ def test_the_committed_table_has_these_families_and_no_others():
     for name, (gate, model, exceptions) in rows.items():
         assert (gate, model) == (str(GATES[name]), support_table.class_to_name(FAMILIES[name].model))
         assert exceptions.keys() <= {check.__name__ for check in CHECKS}
-
-
-def test_a_looped_model_of_one_pass_is_replayed():
-    """The control of its refusal, which is of the loop and not of the family."""
-    if not (MODELLING / "inkling2_loop").exists():
-        skip_in_older("this transformers has no inkling2_loop")
-    torch.manual_seed(0)
-    model = inkling2_loop(passes=1)
-    require_bit_equal(copy.deepcopy(model), model, hf.attach(model))

@@ -8,17 +8,7 @@ import torch
 from foreroute.core import hooks
 from foreroute.core.selection import LayerPass, SelectionMode
 from foreroute.replay import Recording
-from tests.adapters.hf.family_checks import (
-    BATCH,
-    attached_once,
-    backends,
-    checkpointing,
-    foreign,
-    gradient,
-    native,
-    record,
-    weights,
-)
+from tests.adapters.hf.family_checks import BATCH, attached_once, backends, checkpointing, foreign, native, record
 from tests.adapters.hf.model_runs import random_routes
 
 
@@ -42,29 +32,14 @@ def rows_one_off(patch):
     patch.setattr(LayerPass, "choose", changed)
 
 
-def changed_values(patch, change):
-    """`change` gets the scores at forced ids and returns others."""
+def routers_without_gradient(patch):
     top_k = SelectionMode._top_k
 
-    def changed(mode, *args):
+    def detached(mode, *args):
         result = top_k(mode, *args)
-        if mode.now is None or mode.now.ids_RK is None or len(mode.seen) != mode.final + 1:
-            return result
-        return torch.return_types.topk((change(result.values), result.indices))
+        return torch.return_types.topk((result.values.detach(), result.indices))
 
-    patch.setattr(SelectionMode, "_top_k", changed)
-
-
-def weights_by_another_rule(patch):
-    changed_values(patch, torch.exp)
-
-
-def routers_without_gradient(patch):
-    changed_values(patch, torch.Tensor.detach)
-
-
-def weights_from_zeroed_scores(patch):
-    patch.setattr(SelectionMode, "before_masking", lambda self, scores: scores)
+    patch.setattr(SelectionMode, "_top_k", detached)
 
 
 def recomputation_on_its_own(patch):
@@ -77,14 +52,12 @@ def a_recording_of_something_else(patch):
 
 
 BROKEN = [
-    (rows_one_off, foreign, "qwen3_moe deepseek_v3 dbrx llama4 jetmoe zaya"),
+    (rows_one_off, foreign, "qwen3_moe dbrx llama4 jetmoe"),
     (rows_one_off, backends, "qwen3_moe"),
-    (weights_by_another_rule, weights, "qwen3_moe gpt_oss jetmoe"),
-    (weights_by_another_rule, native, "qwen3_moe gpt_oss jetmoe"),
-    (routers_without_gradient, gradient, "qwen3_moe gpt_oss mixtral"),
-    (weights_from_zeroed_scores, weights, "deepseek_v2 unlimited_ocr deepseek_ocr2"),
-    (recomputation_on_its_own, checkpointing, "qwen3_moe jamba"),
-    (a_recording_of_something_else, record, "qwen3_moe phimoe deepseek_v4"),
+    (routers_without_gradient, foreign, "gpt_oss"),
+    (routers_without_gradient, native, "qwen3_moe"),
+    (recomputation_on_its_own, checkpointing, "qwen3_moe"),
+    (a_recording_of_something_else, record, "qwen3_moe"),
 ]
 
 
@@ -93,5 +66,5 @@ BROKEN = [
 )
 def test_broken_replay_fails_its_check(sabotage, check, name, monkeypatch):
     sabotage(monkeypatch)
-    with pytest.raises((AssertionError, RuntimeError) if check in (gradient, checkpointing) else AssertionError):
+    with pytest.raises((AssertionError, RuntimeError) if check is not record else AssertionError):
         check(name)

@@ -4,6 +4,7 @@ The oracle of rows is `locate_rows`, in NumPy on the host; that of what is told 
 """
 
 import copy
+import itertools
 from contextlib import nullcontext
 from functools import lru_cache
 
@@ -14,12 +15,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from foreroute.adapters import hf
 from foreroute.adapters.hf.trace_rows import TraceRows
-from foreroute.errors import BatchMismatchError, LayoutError
-from foreroute.layout import locate_rows, pack, pad
-from foreroute.replay import rows as rows_of_traces
+from foreroute.errors import BatchMismatchError
+from foreroute.layout import locate_rows, pad
 from foreroute.testing.counting_device import DEVICE, other_device
 from foreroute.testing.models import tiny
-from foreroute.trace import RoutingTrace, concatenate
 from tests.replay.session_subject import Batch, foreign
 from tests.tiers import grid
 
@@ -49,14 +48,6 @@ def as_pattern(batch):
     return batch | {"attention_mask": (causal & kept[:, None])[:, None]}
 
 
-def scattered():
-    """Padding inside of a sequence too."""
-    batch = padded("right")
-    for given in batch.values():
-        given[0] = given[0, [7, 0, 1, 8, 2, 3, 4, 5, 6]]
-    return batch
-
-
 def packed(*rows):
     """The sequences of each row one after the other, as many tokens in each, with positions."""
     return {
@@ -69,9 +60,7 @@ BATCHES = {
     "left": padded("left"),
     "right": padded("right"),
     "left, with positions": with_positions("left"),
-    "right, with positions": with_positions("right"),
     "right, as a pattern": as_pattern(padded("right")),
-    "scattered": scattered(),
     "packed": packed([0, 1, 2]),
     "packed, with lengths": packed([0, 1, 2]) | {"cu_seq_lens_q": OFFSETS, "cu_seq_lens_k": OFFSETS},
     "packed in two rows": packed([0, 1], [2]),
@@ -133,18 +122,9 @@ def found_on_the_host(rows, batch, there, policy):
     return located.to(there.device), torch.zeros((), dtype=torch.bool, device=there.device)
 
 
-def placed_batches():
-    """Give every batch under every policy: every second with one in all tests, all with two in CI, and all by night."""
-    for number, batch in enumerate(BATCHES):
-        for turn in range(len(POLICIES)):
-            marks = pytest.mark.exhaustive if turn > 1 else pytest.mark.slow if turn or number % 2 else ()
-            policy = list(POLICIES)[(number + turn) % len(POLICIES)]
-            yield pytest.param(BATCHES[batch], *POLICIES[policy], marks=marks, id=f"{policy}-{batch}")
-
-
-@pytest.mark.parametrize(("batch", "policy", "missing"), placed_batches())
-def test_rows_are_found_on_the_device_as_on_the_host(batch, policy, missing, monkeypatch):
-    here = model_here()
+@grid(("batch", "policy"), zip(BATCHES, itertools.cycle(POLICIES)), quick=4)
+def test_rows_are_found_on_the_device_as_on_the_host(batch, policy, monkeypatch):
+    here, batch, (policy, missing) = model_here(), BATCHES[batch], POLICIES[policy]
     trace = trace_of(here.spec, missing)
     seen_here = replayed(here, given_on("cpu", batch), trace, **policy)
     with monkeypatch.context() as on_the_host:
@@ -169,19 +149,6 @@ def test_rows_are_found_on_the_device_as_on_the_host(batch, policy, missing, mon
     assert seen[2].equals(expected[2])
 
 
-def test_what_the_device_alone_cannot_place_is_placed_by_the_host():
-    """Padding alone, as of a rank that got no sequence, and lengths that stayed on the CPU."""
-    with other_device():
-        there = model_there()
-        batch = {name: 0 * given for name, given in padded("left").items()}
-        _, mask_BT, executed = replayed(there, given_on(DEVICE, batch), trace_of(there.spec).truncated([0, 0, 0]))
-        assert not mask_BT.any()
-        assert not executed.num_rows
-        trace, given = trace_of(there.spec), given_on(DEVICE, BATCHES["packed, with lengths"])
-        given["cu_seq_lens_q"] = torch.from_numpy(OFFSETS)
-        assert replayed(there, given, trace)[2].num_rows == trace.num_rows
-
-
 def put(name, place, value):
 
     def spoil(batch):
@@ -190,34 +157,17 @@ def put(name, place, value):
     return spoil
 
 
-def masked(change):
-    return lambda batch: batch.update(attention_mask=change(batch["attention_mask"]))
-
-
 REFUSED = {
     "other token": ("right", put("input_ids", (2, 5), 3), "sequence 2, position 5: token 3 in the batch, 15 in"),
     "other token, left": ("left", put("input_ids", (1, 8), 3), "sequence 1, position 3: token 3 in the batch, 9 in"),
-    "other token, packed": ("packed", put("input_ids", (0, 17), 3), "sequence 2, position 8: token 3 in the batch"),
-    "other mask": (
-        "right",
-        masked(lambda mask: np.roll(mask, 1, axis=1)),
-        "sequence 0, position 0: token 2 in the batch, 1 in the trace",
-    ),
-    "no mask": ("right", masked(lambda mask: mask / 2), r"attention_mask holds 0\.5"),
-    "a mask of numbers": ("right", masked(lambda mask: 2 - mask), "attention_mask holds 2"),
+    "no mask": ("right", put("attention_mask", (0, 0), 2), "attention_mask holds 2"),
     "another pattern": (
         "right, as a pattern",
         put("attention_mask", (2, 0, 6, 3), False),
         r"attention_mask is of shape \(3, 1, 9, 9\), another pattern than the causal one of a batch",
     ),
     "other start": ("packed", put("position_ids", (0, 3), 0), "the batch has 4 sequences and the trace has 3"),
-    "no start": ("packed", put("position_ids", (0, 5), 1), "the batch has 2 sequences and the trace has 3"),
     "other lengths": ("packed, with lengths", put("cu_seq_lens_q", 1, 4), "restart at 0 elsewhere than at the offsets"),
-    "falling lengths": (
-        "packed, with lengths",
-        put("cu_seq_lens_q", slice(1, 3), (11, 7)),
-        "none below the one before",
-    ),
     "other end": ("packed, with lengths", put("cu_seq_lens_q", 3, 20), "run from 0 to 20; expected 0 to 18"),
     "rows left out": ("right", put("attention_mask", (2, slice(6, None)), 0), "ends after 6 of 9 tokens and leaves"),
     "longer": ("right", put("attention_mask", (0, 5), 1), "sequence 0 has 6 tokens in the batch and 5 in the trace"),
@@ -249,97 +199,43 @@ def test_what_the_device_finds_wrong_is_told_before_weights_change(name, spoil, 
             torch.optim.SGD([torch.nn.Parameter(torch.ones(1))]).step()
 
 
-def layout_of(side="right", *, to=9):
-    return pad(LENGTHS, side=side, order="bshd", to=to)
+LAYOUT = pad(LENGTHS, side="left", order="bshd", to=9)
 
 
-LEFT_OUT = padded("right")
-put("attention_mask", (0, 4), 0)(LEFT_OUT)  # the last token, which alone depends on the row before it
-MORE_STARTS = copy.deepcopy(BATCHES["packed"])
-put("position_ids", (0, 3), 0)(MORE_STARTS)
-THIRD = ((3,), (), ())
-THERE = [
-    # a batch, options of `trace_of`, of `replay`, and what is wrong if anything is
-    (BATCHES["packed"], {}, {"layout": pack(LENGTHS)}, None),
-    (BATCHES["packed"], {"unrouted": [[5]]}, {}, r"batch.*3 sequences.*4"),
-    # where the trace has a route for every row of such a batch, no router is asked
-    (MORE_STARTS, {"ends": ()}, {}, r"4 sequences.*3"),
-    *[(BATCHES[side], {}, {"layout": layout_of(side)}, None) for side in ("left", "right")],
-    (BATCHES["left"], {}, {"layout": layout_of("right")}, "elsewhere"),
-    (BATCHES["right"], {}, {"layout": layout_of("left")}, "elsewhere"),
-    (BATCHES["right"], {}, {"layout": layout_of("right", to=10)}, "elsewhere"),
-    (BATCHES["right"], {}, {"layout": pack(LENGTHS)}, "elsewhere"),
-    (BATCHES["right"], {"missing": ((2,), (), ())}, {}, "0 has no route at position 2, and 2 later tokens"),
-    (BATCHES["right"], {"missing": THIRD}, {}, "0 has no route at position 3, and 1 later tokens"),
-    (LEFT_OUT, {"missing": THIRD}, {}, None),
-    (BATCHES["right"], {"missing": THIRD}, {"missing": "native"}, None),
-]
+@pytest.mark.parametrize(
+    ("side", "missing", "layout", "message"),
+    [
+        ("left", NONE, LAYOUT, None),
+        ("right", NONE, LAYOUT, "elsewhere"),
+        ("right", ((3,), (), ()), None, "0 has no route at position 3, and 1 later tokens"),
+    ],
+)
+def test_traces_and_layouts_are_taken_and_refused_there(side, missing, layout, message):
+    with other_device(), nullcontext() if message is None else pytest.raises(BatchMismatchError, match=message):
+        there = model_there()
+        replayed(there, given_on(DEVICE, BATCHES[side]), trace_of(there.spec, missing), layout=layout)
 
 
-@pytest.mark.parametrize(("batch", "traced", "how", "message"), THERE)
-def test_traces_and_layouts_are_taken_and_refused_there(batch, traced, how, message):
-    with other_device():
-        there, more = model_there(), traced.get("unrouted", [])
-        trace = trace_of(there.spec, **{name: given for name, given in traced.items() if name != "unrouted"})
-        trace = concatenate([trace, *([RoutingTrace.unrouted(there.spec, more)] if more else [])])
-        with nullcontext() if message is None else pytest.raises(BatchMismatchError, match=message):
-            replayed(there, given_on(DEVICE, batch), trace, **how)
-
-
-@pytest.mark.parametrize("device", ["cpu", DEVICE])
-def test_rows_made_once_move_nothing_in_later_sessions_and_replay_the_same(device, monkeypatch):
-    """As a trainer holds them: recompute, then an update on the padding of another side, then another epoch."""
-    moved, move = [], rows_of_traces.joined_to_device
-    monkeypatch.setattr(rows_of_traces, "joined_to_device", lambda parts, to: moved.append(to) or move(parts, to))
-    policies = [{}, {"padding": "spread"}, {"missing": "drop"}]
-    sides = ["right", "left", "right"]
-    with other_device() if device == DEVICE else nullcontext():
-        routed = model_on(device)
-        with torch.no_grad(), routed.record() as recording:
-            routed.model(**given_on(device, padded("left")), use_cache=False)
-        whole, with_gaps = recording.trace(), trace_of(routed.spec, ((2,), (), (0,)))
-        for policy in policies:
-            trace = with_gaps if "missing" in policy else whole
-            expected = [replayed(routed, given_on(device, padded(side)), trace, **policy) for side in sides]
-            rows = routed.rows(trace)
-            seen = [replayed(routed, given_on(device, padded(side)), rows, **policy) for side in sides[:2]]
-            moved.clear()
-            seen += [replayed(routed, given_on(device, padded(side)), rows, **policy) for side in sides[2:]]
-            assert not moved
-            replayed(routed, given_on(device, padded("left")), trace, **policy)
-            assert moved  # the control
-            for one, other in zip(seen, expected, strict=True):
-                assert torch.equal(one[0], other[0])
-                assert torch.equal(one[1], other[1])
-                assert one[2].equals(other[2])
-
-
-@pytest.mark.parametrize("device", ["cpu", DEVICE])
-def test_rows_made_once_are_compared_with_every_batch_though_nobody_counts_who_writes_to_it(device):
+def test_rows_made_once_are_compared_with_every_batch_though_nobody_counts_who_writes_to_it():
     """As a broadcast of c10d fills a buffer, which raises no version of a tensor."""
-    with other_device() if device == DEVICE else nullcontext():
-        routed = model_on(device)
-        rows, given = routed.rows(trace_of(routed.spec)), given_on(device, padded("left"))
-        buffers = {name: getattr(each, "values_here", each).numpy() for name, each in given.items()}
-        as_given = replayed(routed, given, rows)
+    with other_device():
+        routed = model_there()
+        rows, given = routed.rows(trace_of(routed.spec)), given_on(DEVICE, padded("left"))
+        buffers = {name: each.values_here.numpy() for name, each in given.items()}
+        replayed(routed, given, rows)
         buffers["input_ids"][1, 8] = 3
         assert not given["input_ids"]._version
-        for _ in range(2):  # every session is told
-            with pytest.raises(BatchMismatchError, match="sequence 1, position 3: token 3 in"):
-                replayed(routed, given, rows)
-        for name, values in padded("left").items():
-            buffers[name][:] = values
-        assert torch.equal(replayed(routed, given, rows)[0], as_given[0])
+        with pytest.raises(BatchMismatchError, match="sequence 1, position 3: token 3 in"):
+            replayed(routed, given, rows)
+        buffers["input_ids"][:] = padded("left")["input_ids"]
+        replayed(routed, given, rows)
         for name, values in padded("right").items():
             buffers[name][:] = values
-        expected = replayed(routed, given_on(device, padded("right")), routed.rows(rows.trace))
-        if device == DEVICE:  # where nobody may wait to see that rows must be found anew
-            with pytest.raises(BatchMismatchError, match=r"tensors.*overwritten"):
-                replayed(routed, given, rows)
+        # where nobody may wait to see that rows must be found anew
+        with pytest.raises(BatchMismatchError, match=r"tensors.*overwritten"):
+            replayed(routed, given, rows)
+        expected = replayed(routed, given_on(DEVICE, padded("right")), routed.rows(rows.trace))
         assert torch.equal(replayed(routed, given, rows)[0], expected[0])
-        layout = pad(LENGTHS, side="left", order="bshd")
-        with pytest.raises(LayoutError, match="made for a layout already"), routed.replay(rows, layout):
-            pass
 
 
 class Launches(TorchDispatchMode):
@@ -358,22 +254,6 @@ def launches(routed, given):
     return counted.count
 
 
-@pytest.mark.parametrize("batch", ["left", "left, with positions", "packed"])
-def test_a_batch_that_is_given_once_more_is_compared_and_not_found_anew(batch):
-    """Three operators in each layer, and a few for the batch; one that was copied is the control."""
-    routed = model_here()
-    rows, given = routed.rows(trace_of(routed.spec)), given_on("cpu", BATCHES[batch])
-    native, added = launches(routed, given), []
-    for is_copied in (False, False, True):
-        if is_copied:
-            given |= {name: each.clone() for name, each in given.items()}
-        with routed.replay(rows):
-            added.append(launches(routed, given) - native)
-    first, again, copied = added
-    assert again <= 3 * routed.spec.num_layers + 18
-    assert min(first, copied) > again + 15
-
-
 @pytest.mark.parametrize(("absent", "how", "added"), [((), {}, 0), ((0, 1, 2), {}, 3), ((), {"telemetry": True}, 2)])
 def test_what_replay_adds_to_a_layer(absent, how, added):
     """Gathered weights, and no selection where all rows are known; else what tells native picks from the replayed."""
@@ -387,8 +267,8 @@ def test_what_replay_adds_to_a_layer(absent, how, added):
     assert of_layers[1] - of_layers[0] == 2 * added
 
 
-@grid("options", [{}, {"margins": True}, {"native": True}], ids=["plain", "margins", "native"], quick=1)
-def test_a_recording_waits_for_nothing_and_keeps_tokens_that_are_overwritten(options):
+@pytest.mark.parametrize("options", [{"margins": True}, {"native": True}])
+def test_recordings_and_telemetry_wait_for_nothing_and_keep_tokens_that_are_overwritten(options):
     here, batch = model_here(), padded("right")
     with torch.no_grad(), here.record() as expected:
         here.model(**given_on("cpu", batch), use_cache=False)
@@ -398,17 +278,9 @@ def test_a_recording_waits_for_nothing_and_keeps_tokens_that_are_overwritten(opt
         unpatched = waits(device, there, given)
         with there.record(**options) as recording:
             assert waits(device, there, given) == unpatched
+        with there.replay(trace_of(there.spec), telemetry=True) as session:
+            assert waits(device, there, given) == unpatched
         for each in given.values():
             each.zero_()
         assert recording.trace().equals(expected.trace())
-
-
-def test_telemetry_waits_for_nothing_until_it_is_asked_for():
-    with other_device() as device:
-        there, given = model_there(), given_on(DEVICE, padded("right"))
-
-        unpatched = waits(device, there, given)
-        with there.replay(trace_of(there.spec), telemetry=True) as session, there.record(native=True) as native:
-            assert waits(device, there, given) == unpatched
         assert session.agreement().rows == sum(LENGTHS) - len(LENGTHS)
-        assert native.deficits_NL().any()

@@ -23,16 +23,6 @@ def norm_without_backward(norm, rows):
     return type(norm).forward(norm, rows.detach()).detach()
 
 
-def routed_in_a_kernel(router, rows):
-    logits = rows.reshape(-1, router.hidden_dim) @ router.weight.T
-    weights, ids = logits.softmax(-1).sort(-1)
-    return logits, weights[:, -2:], ids[:, -2:]
-
-
-def block_in_a_kernel(block, rows):
-    return rows, None
-
-
 def routed_in_the_block(block, rows):
     """As Unsloth's FastQwen3MoeModel has it (read at 0050c73): the selection is seen, and is not the router's."""
     rows_NH = rows.reshape(-1, rows.shape[-1])
@@ -69,13 +59,6 @@ def test_attaching_leaves_the_kernels_of_training():
     assert all(torch.equal(gradient, expected[name]) for name, gradient in gradients(model).items())
 
 
-def test_what_attaching_puts_back_would_be_missed():
-    """The control: the same model after a mere `eval()` has kernels without backward."""
-    model = with_kernels(RMSNorm=norm_without_backward).eval()
-    loss_of(model, BATCH).backward()
-    assert "model.layers.0.self_attn.q_proj.weight" not in gradients(model)
-
-
 @pytest.mark.shows("Hugging Face", "Unsloth's fast blocks (a stand-in)")
 def test_a_block_that_selects_in_the_place_of_its_router_takes_other_routes():
     model = with_kernels(SparseMoeBlock=routed_in_the_block).eval()
@@ -91,13 +74,6 @@ def test_a_block_that_selects_in_the_place_of_its_router_takes_other_routes():
 
 
 @pytest.mark.shows("Hugging Face", "`use_kernels`, of routers", refused="replay cannot reach into a kernel")
-@pytest.mark.parametrize(
-    ("family", "kernels", "message"),
-    [
-        ("qwen3_moe", {"TopKRouter": routed_in_a_kernel}, "made no top-k selection"),
-        ("gpt_oss", {"GptOssMLP": block_in_a_kernel}, "did not run, but its layer did: a fused kernel"),
-    ],
-)
-def test_kernels_that_route_are_refused(family, kernels, message):
-    with pytest.raises(AttachError, match=message):
-        hf.attach(with_kernels(family, **kernels))
+def test_kernels_that_route_are_refused():
+    with pytest.raises(AttachError, match=r"GptOssTopKRouter.*fused"):
+        hf.attach(with_kernels("gpt_oss", GptOssMLP=lambda block, rows: (rows, None)))

@@ -3,7 +3,6 @@
 import ast
 import io
 import json
-import logging
 import os
 import re
 import sys
@@ -53,11 +52,11 @@ DOORS = {
     "doctor, config.json alone": lambda folder: load_local(folder / "config.json"),
     "train": trained,
 }
-WITH_WEIGHTS = ["doctor", "train"]
 
 
-@pytest.mark.parametrize("model_type", ["qwen3_moe", "of_its_own"])
-@pytest.mark.parametrize("door", [*DOORS, "tokenizer"])
+@pytest.mark.parametrize(
+    ("door", "model_type"), [*((door, "of_its_own") for door in [*DOORS, "tokenizer"]), ("train", "qwen3_moe")]
+)
 def test_code_of_a_folder_is_not_run_even_when_stdin_says_yes(folder, tmp_path, monkeypatch, capsys, door, model_type):
     ran = tmp_path / "ran"
     for name in ("configuration_evil", "modeling_evil", "tokenization_evil"):
@@ -137,12 +136,11 @@ def without_a_weight(folder):
     save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
 
 
-PICKLES = ("pytorch_model.bin", "pytorch_model-00001-of-00002.bin", "model.pt")
 SPOILT = [
-    *((partial(pickled, name=name), rf"{name}.*pickle.*safetensors") for name in PICKLES),
+    (partial(pickled, name="pytorch_model.bin"), r"pytorch_model\.bin.*pickle.*safetensors"),
     *(
         (partial(indexed, shard=shard), r"model\.safetensors\.index\.json")
-        for shard in ("evil.bin", "../model.safetensors", "/tmp/model.safetensors", 5)
+        for shard in ("evil.bin", "../m.safetensors", 5)
     ),
     (with_adapter, r"adapter_config\.json.*merge"),
     (without_a_weight, r"1.*missing.*another"),
@@ -150,15 +148,14 @@ SPOILT = [
 """What no door takes that reads weights, by words of the error. Nothing is filled at random, and nothing unpickled."""
 
 
-@pytest.mark.parametrize("door", WITH_WEIGHTS)
 @pytest.mark.parametrize(("spoil", "message"), SPOILT)
-def test_other_weights_than_safetensors_of_the_whole_model_are_refused(folder, door, spoil, message):
+def test_other_weights_than_safetensors_of_the_whole_model_are_refused(folder, spoil, message):
     spoil(folder)
-    with pytest.raises(ConfigError, match=message):
-        DOORS[door](folder)
+    for open_door in (load_local, trained):
+        with pytest.raises(ConfigError, match=message):
+            open_door(folder)
 
 
-@pytest.mark.parametrize("door", DOORS)
 @pytest.mark.parametrize(
     ("values", "message"),
     [
@@ -167,7 +164,6 @@ def test_other_weights_than_safetensors_of_the_whole_model_are_refused(folder, d
         ({"experts_implementation": "sonicmoe"}, "experts_implementation.*sonicmoe"),
         ({"text_config": {"_attn_implementation": {"": "flash_attention_2"}}}, "attn_implementation"),
         ({"num_hidden_layers": 10**9}, "num_hidden_layers is 1000000000; expected 1024 at most"),
-        ({"num_experts": 2**62}, "num_experts is 4611686018427387904; expected 65536 at most"),
         (
             {"num_hidden_layers": 1000, "num_experts": 1000},
             "1000 layers of 1000 experts; expected 262144 in all at most",
@@ -175,10 +171,11 @@ def test_other_weights_than_safetensors_of_the_whole_model_are_refused(folder, d
         ({"hidden_size": 2**40}, "cannot be loaded by transformers: RuntimeError"),
     ],
 )
-def test_a_configuration_that_asks_for_code_or_the_impossible_is_refused(folder, door, values, message):
+def test_a_configuration_that_asks_for_code_or_the_impossible_is_refused(folder, values, message):
     changed(folder / "config.json", **values)
-    with pytest.raises(ConfigError, match=message):
-        DOORS[door](folder)
+    for open_door in DOORS.values():
+        with pytest.raises(ConfigError, match=message):
+            open_door(folder)
 
 
 def test_a_model_that_does_not_fit_into_memory_is_refused_before_it_is_made(folder):
@@ -190,59 +187,18 @@ def test_a_model_that_does_not_fit_into_memory_is_refused_before_it_is_made(fold
         hf.build_model("qwen3_moe", seed=0, hidden_size=65536, moe_intermediate_size=65536, num_experts=512)
 
 
-@pytest.mark.parametrize("door", [*WITH_WEIGHTS, "tokenizer"])
-@pytest.mark.parametrize(
-    "name", ["model.safetensors", "generation_config.json", "tokenizer_config.json", "chat_template.jinja"]
-)
-def test_a_fifo_in_a_folder_is_named_and_not_opened(folder, door, name):
-    (folder / name).unlink(missing_ok=True)
-    os.mkfifo(folder / name)
-    with pytest.raises(ConfigError, match=rf"{re.escape(name)} is a FIFO"):
-        Tokenizer(folder) if door == "tokenizer" else DOORS[door](folder)
+def test_a_fifo_in_a_folder_is_named_and_not_opened(folder):
+    (folder / "chat_template.jinja").unlink()
+    os.mkfifo(folder / "chat_template.jinja")
+    for open_door in (load_local, trained, Tokenizer):
+        with pytest.raises(ConfigError, match=r"chat_template\.jinja is a FIFO"):
+            open_door(folder)
 
 
-@pytest.mark.parametrize(
-    "content", [b"", b"{", b"[]", b"null", b"\xff", b"[" * 50_000, b'{"model_type": 5}', b'{"n": ' + b"9" * 5000 + b"}"]
-)
-def test_a_damaged_configuration_is_one_error(folder, content):
-    (folder / "config.json").write_bytes(content)
-    for door in DOORS.values():
-        with pytest.raises(ConfigError, match=r"config\.json|transformers"):
-            door(folder)
-
-
-@pytest.mark.parametrize(
-    "content",
-    [b"", b"{", b"[]", b"\xff", b"[" * 50_000, b'{"version": "1.0", "model": {"type": "Unigram", "vocab": []}}'],
-)
-def test_a_damaged_tokenizer_is_one_error(folder, content):
-    (folder / "tokenizer.json").write_bytes(content)
-    with pytest.raises(ConfigError, match="read"):
-        Tokenizer(folder)
-
-
-def test_what_transformers_logs_of_a_folder_is_shown_and_not_obeyed(folder):
-    changed(folder / "config.json", model_type="\x1b]0;title\x07", model_name="x")
-    shown = io.StringIO()
-    handler = logging.StreamHandler(shown)
-    logger = logging.getLogger("transformers")
-    level = logger.level
-    logger.addHandler(handler)
-    logger.setLevel(logging.WARNING)
-    try:
-        Tokenizer(folder)
-    finally:
-        logger.removeHandler(handler)
-        logger.setLevel(level)
-    assert "model of type" in shown.getvalue()
-    assert "\x1b" not in shown.getvalue()
-    with pytest.raises(ConfigError) as caught:
-        load_local(folder)
-    assert "\x1b" not in str(caught.value)
-
-
-@pytest.mark.parametrize("name", ["x" * 5000, "a\0b", "\udcff"])
-def test_a_path_that_no_system_has_leads_nowhere(name):
-    for door in (load_local, trained, Tokenizer):
-        with pytest.raises(ConfigError, match="nothing"):
-            door(Path(name))
+@pytest.mark.parametrize("content", [b"", b"[]", b"\xff", b"[" * 50_000, b'{"n": ' + b"9" * 5000 + b"}"])
+def test_a_damaged_file_is_one_error(folder, content):
+    for name, doors in (("config.json", DOORS.values()), ("tokenizer.json", [Tokenizer])):
+        (folder / name).write_bytes(content)
+        for open_door in doors:
+            with pytest.raises(ConfigError, match=r"config\.json|transformers|read"):
+                open_door(folder)

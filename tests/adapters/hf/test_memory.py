@@ -15,16 +15,15 @@ from foreroute.adapters.hf.response_logprobs import pad
 from foreroute.adapters.hf.spreading import spread
 from foreroute.costs.memory import BatchSizes
 from foreroute.ep.allocations import AllocationLog
-from foreroute.errors import AttachError, ForecastError
+from foreroute.errors import ForecastError
 from foreroute.plan import Links, PlanOptions, Topology, known_rows
 from foreroute.testing.models import tiny
-from tests.tiers import grid
 
 VOCABULARY = 64
 
 
-def routed_of(experts="grouped_mm", layers=2):
-    sizes = {"vocab_size": VOCABULARY, "num_hidden_layers": layers, "moe_intermediate_size": 192}
+def routed_of(experts="grouped_mm"):
+    sizes = {"vocab_size": VOCABULARY, "num_hidden_layers": 1, "moe_intermediate_size": 192}
     model = tiny("qwen3_moe", experts=experts, **sizes)
     return hf.attach(spread(model, torch.device("cpu")).train())
 
@@ -39,9 +38,9 @@ def loss_of(model, trace):
     return model(input_ids=ids, attention_mask=mask, use_cache=False).logits.float().logsumexp(-1).sum()
 
 
-def forecast_and_logged(rank, num_ranks, layers):
+def forecast_and_logged(rank, num_ranks):
     """By way: bytes forecast, without slots too, and those that a log of the whole micro-step has seen."""
-    routed = routed_of(layers=layers)
+    routed = routed_of()
     drawn = draw_micro_batches(routed.spec, VOCABULARY)
     memory = measured(routed, drawn)
     # others, of sequences four times as long
@@ -71,9 +70,8 @@ def forecast_and_logged(rank, num_ranks, layers):
     routed.model.zero_grad(set_to_none=True)
     replicas = int(known.replicas_MLG.sum())
     # one try in place of four, and fewer micro-batches: such experts follow something else every time
-    fewer = [trace.select_layers(drawn[0].spec.layers[:1]) for trace in drawn[:21]]
     with mock.patch.object(hf.memory, "TRIES", 1), pytest.raises(ForecastError, match="grouped_mm"):
-        measured(routed_of("eager", layers=1), fewer)
+        measured(routed_of("eager"), drawn[:21])
     return found, replicas
 
 
@@ -85,9 +83,9 @@ def longer(wholes):
 
 
 # tests/costs has the formula, and benchmarks/rows.py peaks that torch does not count
-@grid("layers", [1, 2], quick=0, day=1)
-def test_larger_micro_batches_take_what_small_ones_tell(workers, layers):
-    for found, replicas in workers(2).run(forecast_and_logged, 2, layers):
+@pytest.mark.slow
+def test_larger_micro_batches_take_what_small_ones_tell(workers):
+    for found, replicas in workers(2).run(forecast_and_logged, 2):
         assert replicas > 0
         for ours, _, logged in found.values():
             np.testing.assert_allclose(ours, logged, rtol=0.02)
@@ -107,9 +105,3 @@ def test_a_log_has_the_bytes_of_its_device_alone():
         log.begin("next")
         kept.untyped_storage().resize_(0)
     assert log.sections == [(("part", 1), 0, [16, 24]), (("next", None), 16, [0])]
-
-
-def test_a_model_that_is_not_spread_has_no_forecast():
-    routed = hf.attach(tiny("qwen3_moe").train())
-    with pytest.raises(AttachError, match="foreroute"):
-        measure_memory(routed, [], [], lambda _: None)

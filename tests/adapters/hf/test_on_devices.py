@@ -11,14 +11,11 @@ import torch
 
 from foreroute import core
 from foreroute.adapters import hf
-from foreroute.adapters.hf.routed_transformer import TransformerHooks
-from foreroute.core import hooks
 from foreroute.errors import ReplayError
 from foreroute.testing.models import tiny
 from tests.adapters.hf.families import skip_in_older
 from tests.adapters.hf.model_runs import batch_of, forced_by_hand, log_probs, random_routes
 from tests.roundings import require_rounded
-from tests.tiers import grid
 
 BATCH = batch_of(9, 6, 4)
 CPU = torch.device("cpu")
@@ -52,109 +49,34 @@ def native(model, device=CPU):
 @pytest.mark.gpu
 @pytest.mark.parametrize("session", ["replay", "replay with telemetry", "record"])
 def test_a_capture_in_a_session_is_refused_and_leaves_nothing_behind(session, device):
-    require_refused_captures(session, device, lambda model: model)
-
-
-@grid("session", ["replay", "record"], quick=0, day=1)
-def test_a_capture_of_a_compiled_model_is_refused_too(session):
-    require_refused_captures(session, CPU, lambda model: torch.compile(model, backend="eager", fullgraph=True))
-
-
-def require_refused_captures(session, device, call_of):
     model = tiny("qwen3_moe", experts="grouped_mm").to(device)
     routed = hf.attach(model)
-    call = call_of(model)
     before = native(model, device)
     trace = random_routes(routed.spec, BATCH)
     telemetry = session == "replay with telemetry"
     with routed.record() if session == "record" else routed.replay(trace, telemetry=telemetry) as opened:
-        expected = native(call, device)
+        expected = native(model, device)
         named = "Qwen3MoeModel runs in a session while a CUDA graph is captured"
         with pytest.raises(ReplayError, match=named), capturing(device):
-            native(call, device)
-        assert torch.equal(native(call, device), expected)
+            native(model, device)
+        assert torch.equal(native(model, device), expected)
     assert session != "record" or len(opened.trace()) == 2 * len(trace)
-    if device.type == "cpu":  # outside of a session nothing is refused; a GPU captures in tests/gpu/test_graphs.py
+    if device.type == "cpu":  # outside of a session nothing is refused; a GPU captures in tests/gpu/test_compiled.py
         with capturing(device):
             native(model, device)
     assert torch.equal(native(model, device), before)
-
-
-def test_a_capture_that_is_not_refused_is_seen(monkeypatch):
-    begin = hooks.ModelHooks.begin_pass
-
-    def unguarded(model_hooks, args):
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
-            return begin(model_hooks, args)
-
-    monkeypatch.setattr(hooks.ModelHooks, "begin_pass", unguarded)
-    with pytest.raises(pytest.fail.Exception):
-        require_refused_captures("replay", CPU, lambda model: model)
-
-
-@pytest.mark.slow
-def test_notes_of_a_compiled_pass_stay_when_the_next_one_writes_over_its_memory(monkeypatch):
-    model = tiny("qwen3_moe", experts="grouped_mm")
-    routed = hf.attach(model)
-    end = TransformerHooks.end_from_graph
-
-    def written_over(hooks, calls_L, kept):
-        end(hooks, calls_L, kept)
-        for tensor in kept:
-            tensor.zero_()
-
-    monkeypatch.setattr(TransformerHooks, "end_from_graph", written_over)
-    compiled = torch.compile(model, backend="eager", fullgraph=True)
-    traces = [random_routes(routed.spec, BATCH, seed) for seed in (1, 2)]
-    recordings = []
-    for trace in traces:
-        with routed.replay(trace), routed.record() as recording:
-            native(compiled)
-        recordings.append(recording)
-    assert [recording.trace().equals(trace) for recording, trace in zip(recordings, traces, strict=True)] == [True] * 2
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("attach_first", [True, False])
-def test_weights_that_accelerate_offloads_are_attached_before_or_after(attach_first, device):
-    cpu_offload = pytest.importorskip("accelerate").cpu_offload
-    plain, model = hf.attach(tiny("qwen3_moe").to(device)), tiny("qwen3_moe").to(device)
-    routed = hf.attach(model) if attach_first else None
-    cpu_offload(model, execution_device=device)
-    assert model.get_input_embeddings().weight.is_meta
-    routed = routed or hf.attach(model)
-    trace = random_routes(routed.spec, BATCH)
-    results = []
-    for each in (plain, routed):
-        with each.replay(trace), each.record() as recording:
-            results.append(native(each.model, device))
-        assert recording.trace().equals(trace)
-    assert torch.equal(*results)
-    assert not torch.equal(native(model, device), results[0])
-
-
-AROUND = ("model.embed_tokens", "model.layers.0", "model.norm", "model.rotary_emb", "lm_head")
-PLACES = {
-    "cpu": "cpu",
-    "disk": {"": "disk"},
-    "in part": dict.fromkeys(AROUND, "cpu") | dict.fromkeys(["model.layers.1", "model.layers.2"], "disk"),
-}
-"""What `device_map` says."""
 
 
 @pytest.mark.shows(
     "Hugging Face",
     "`device_map` with layers on the CPU or on the disk (all of them: from release 5.13), accelerate's `cpu_offload`",
 )
-@pytest.mark.parametrize("place", PLACES)
+@pytest.mark.parametrize("place", ["cpu", "disk"])
 def test_weights_that_are_kept_elsewhere_are_there_again_afterwards(place, tmp_path):
     pytest.importorskip("accelerate")
     plain = tiny("qwen3_moe")
     plain.save_pretrained(tmp_path / "model")
-    model = type(plain).from_pretrained(
-        tmp_path / "model", device_map=PLACES[place], offload_folder=tmp_path / "weights"
-    )
+    model = type(plain).from_pretrained(tmp_path / "model", device_map={"": place}, offload_folder=tmp_path / "weights")
 
     if place == "disk" and not hasattr(model, "_hf_hook"):
         skip_in_older("this transformers brings no weight back from the disk where all are there")

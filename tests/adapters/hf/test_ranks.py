@@ -1,29 +1,34 @@
-"""Data parallel training replays each rank's own sequences: losses and gradients are those of a single process."""
+"""Data parallel training and transformers' own parallelism: two processes replay as one model on its own does.
 
+The oracle is that model with its experts forced by hand.
+"""
+
+import io
 import re
-from contextlib import nullcontext
+from contextlib import nullcontext, redirect_stdout
 from functools import lru_cache
 from pathlib import Path
+from unittest.mock import patch
 
 import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import FSDPModule, fully_shard
-from torch.distributed.tensor import DTensor
+from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
-from transformers import AutoModelForCausalLM
+from transformers import Qwen3MoeForCausalLM
 from transformers.distributed import DistributedConfig
 
 from foreroute.adapters import hf
 from foreroute.core import untouched
 from foreroute.testing.models import tiny
-from tests.adapters.hf.families import skip_in_older
+from tests.adapters.hf.families import skip_where_nothing_is_spread
 from tests.adapters.hf.model_runs import (
-    CHECKPOINTING,
     EXPERTS,
     batch_of,
+    enable_checkpointing,
+    forced_by_hand,
     gradients,
     loss_of,
     random_routes,
@@ -31,34 +36,35 @@ from tests.adapters.hf.model_runs import (
     with_lora,
 )
 from tests.ep.spread_models import sharded
+from tests.replay.session_subject import same
 from tests.roundings import GRADIENT_TERMS, require_rounded, roundings
 
 BATCH = batch_of(9, 9, 6, 6)
-"""Each rank takes every second sequence: both have as many tokens, so that the mean of their losses is the loss."""
-
-CASES = [
-    ("fsdp", "plain", False),
-    ("fsdp", "reentrant", False),
-    ("fsdp", "non_reentrant", True),
-    ("fsdp", "wrapper_reentrant", True),
-    ("fsdp", "wrapper_non_reentrant", False),
-    ("ddp", "plain", True),
-    ("ddp", "non_reentrant", False),
-    ("fsdp, with adapters", "non_reentrant", False),
-]
-"""How it is distributed, how it checkpoints, and whether it is attached before it is distributed."""
+"""Data parallel ranks take every second sequence: both have as many tokens, so that the mean of losses is the loss."""
+PROMPTS = batch_of(5, 5)["input_ids"]
+BY_TRANSFORMERS = {
+    "tensor parallel": {"tp_size": 2, "tp_plan": "auto"},
+    "expert parallel": {"tp_size": 2, "ep_size": 2, "tp_plan": {"lm_head": "colwise_gather_output"}},
+    "expert parallel over FSDP2": {"fsdp_size": 2, "ep_size": 2},
+}
 
 
-def policy(parallel=""):
-    if "adapters" not in parallel:
-        return tiny("deepseek_v3", experts="grouped_mm")
-    model = tiny("qwen3_moe")
-    model.enable_input_require_grads()
-    return with_lora(model, target_modules=["o_proj"], **EXPERTS)
+def loss_and_logits(model, batch):
+    """The next tokens that are no padding."""
+    logits = whole(model(**batch, use_cache=False).logits)
+    real = batch["attention_mask"][:, 1:].bool()
+    picked = logits[:, :-1].log_softmax(-1).gather(-1, batch["input_ids"][:, 1:, None])[..., 0]
+    return -picked[real].mean(), logits[batch["attention_mask"].bool()]
 
 
-def base_of(model):
-    return model.get_base_model() if hasattr(model, "get_base_model") else model
+def step(model, batch, session=None):
+    """Logits and gradients, whole; the backward, with its recomputation, outside of the session."""
+    with session or nullcontext():
+        loss, logits = loss_and_logits(model, batch)
+    loss.backward()
+    found = {name.removeprefix("module."): each for name, each in gradients(model).items()}
+    model.zero_grad()
+    return logits.detach(), found
 
 
 def shard(model):
@@ -68,85 +74,105 @@ def shard(model):
     return fully_shard(model, mesh=mesh)
 
 
-def train_on_rank(rank, parallel, kind, attach_first):
-    """Loss, gradients and telemetry; backward runs outside the session."""
-    model = policy(parallel)
-    CHECKPOINTING[kind](base_of(model))
-    routed = hf.attach(model) if attach_first else None
-    wrapped = DistributedDataParallel(model) if parallel == "ddp" else model
-    if parallel != "ddp":
-        shard(base_of(model))
+def policy(way):
+    model = tiny("qwen3_moe")
+    if "adapters" not in way:
+        return model
+    model.enable_input_require_grads()
+    return with_lora(model, target_modules=["o_proj"], **EXPERTS)
+
+
+def base_of(model):
+    return model.get_base_model() if hasattr(model, "get_base_model") else model
+
+
+def on_rank(rank, way, folder):
+    """Whether own routes change no bit, logits and gradients of foreign ones, and the rollout of a generation."""
+    if way in BY_TRANSFORMERS:
+        config, routed = DistributedConfig(**BY_TRANSFORMERS[way]), None
+        called = model = Qwen3MoeForCausalLM.from_pretrained(folder, distributed_config=config)
+        assert model.model.layers[0].mlp.experts.gate_up_proj.to_local().numel() * 2 == 8 * 48 * 32, "cut in two"
+    else:
+        called = model = policy(way)
+        routed = hf.attach(model) if way == "FSDP2" else None
+        if way == "DDP":
+            called = DistributedDataParallel(model)
+        else:
+            shard(base_of(model))
     routed = routed or hf.attach(model)
-    mine = {name: value[rank::2] for name, value in BATCH.items()}
-    trace = random_routes(routed.spec, BATCH).select(np.arange(rank, 4, 2))
-    with routed.replay(trace, telemetry=True) as session:
-        loss = loss_of(wrapped, mine)
-    loss.backward()
-    return outcome(loss, full_gradients(model), session)
+    mine = slice(rank, None, 2) if is_data_parallel(way) else slice(None)
+    batch = {name: value[mine] for name, value in BATCH.items()}
+    with routed.record() as recording:
+        sampled = model.eval().generate(PROMPTS, max_new_tokens=4, do_sample=False, pad_token_id=0)
+    rollout = recording.rollout(sampled).expert_ids_NLK
+    enable_checkpointing(base_of(model), False)
+    native = step(called.train(), batch)
+    with routed.record() as recording:
+        step(called, batch)
+    own = step(called, batch, routed.replay(recording.trace()))
+    foreign = random_routes(routed.spec, BATCH).select(np.arange(4)[mine])
+    is_same = torch.equal(own[0], native[0]) and same(own[1], native[1])
+    return is_same, *step(called, batch, routed.replay(foreign)), (sampled, rollout)
 
 
-def outcome(loss, grads, session):
-    shared_L, counts_LE = session.agreement().shared_L, session.expert_counts_LE()
-    return loss.detach(), grads, torch.from_numpy(shared_L), torch.from_numpy(counts_LE)
-
-
-def full_gradients(model):
-    return {name.replace("_checkpoint_wrapped_module.", ""): value for name, value in gradients(model).items()}
-
-
-def every_case(rank):
-    results = []
-    for case in CASES:
-        results.append(train_on_rank(rank, *case))
-        dist.barrier()
-    return results
-
-
-@pytest.fixture(scope="module")
-def ranks(workers):
-    return workers(2).run(every_case)
+def is_data_parallel(way):
+    return way == "DDP" or "FSDP2" in way
 
 
 @lru_cache
-def single(parallel):
-    model = policy(parallel).train()
-    routed = hf.attach(model)
-    with routed.replay(random_routes(routed.spec, BATCH), telemetry=True) as session:
-        loss = loss_of(model, BATCH)
-        loss.backward()
-    return outcome(loss, gradients(model), session)
+def plain(way="", seed=1):
+    model = policy(way).train()
+    trace = random_routes(hf.attach(tiny("qwen3_moe")).spec, BATCH, seed)
+    with forced_by_hand(model, trace, BATCH):
+        return model, *step(model, BATCH)
 
 
 @pytest.mark.shows("Hugging Face", "DDP and FSDP2, two processes")
-@pytest.mark.parametrize("case", range(len(CASES)), ids=["-".join(map(str, case)) for case in CASES])
-def test_losses_and_gradients_are_those_of_a_single_process(ranks, case):
-    loss, grads, shared_L, counts_LE = single(CASES[case][0].replace("ddp", "fsdp"))
-    one, other = (rank[case] for rank in ranks)
-    require_rounded((one[0] + other[0]) / 2, loss)
-    for rank in (one, other):
-        assert rank[1].keys() == grads.keys()
+@pytest.mark.shows("Hugging Face", "tensor parallelism, expert parallelism and EP over FSDP2 of transformers")
+@pytest.mark.parametrize(
+    "way",
+    [
+        *("DDP", "FSDP2", "FSDP2, with adapters"),
+        *(pytest.param(way, marks=pytest.mark.slow) for way in BY_TRANSFORMERS),
+    ],
+)
+def test_replay_is_that_of_a_model_on_its_own(workers, way, tmp_path):
+    if way in BY_TRANSFORMERS:
+        skip_where_nothing_is_spread()
+    tiny("qwen3_moe").save_pretrained(tmp_path)
+    model, logits, grads = plain("adapters" if "adapters" in way else "")
+    real = BATCH["attention_mask"].bool()
+    number_BT = torch.zeros(real.shape, dtype=torch.long)
+    number_BT[real] = torch.arange(len(logits))
+    for rank, results in enumerate(workers(2).run(on_rank, way, tmp_path)):
+        is_same, seen, found, (sampled, ids_NLK) = results
+        assert is_same, "own routes change no bit"
+        mine = slice(rank, None, 2) if is_data_parallel(way) else slice(None)
+        require_rounded(seen, logits[number_BT[mine][real[mine]]])
+        assert found.keys() == grads.keys()
         for name, gradient in grads.items():
-            require_rounded(rank[1][name], gradient, GRADIENT_TERMS)
+            require_rounded(found[name], gradient, GRADIENT_TERMS)
             assert gradient.any(), name
-    assert torch.equal(one[2] + other[2], shared_L)
-    assert torch.equal(one[3] + other[3], counts_LE)
+        # what was recorded of a generation is what one forward over it selects
+        with torch.no_grad():
+            picks = base_of(model)(sampled[:, :-1], output_router_logits=True, use_cache=False).router_logits
+        for layer, logits_RE in enumerate(picks):
+            own = logits_RE.topk(2).indices.sort(-1).values.view(len(sampled), -1, 2)
+            recorded = np.sort(ids_NLK[:, layer].reshape(len(sampled), -1, 2)[:, :-1], axis=-1)
+            assert np.array_equal(own, recorded)
 
 
-def sharded_by_hand(folder):
-    return shard(policy())
+def test_other_routes_would_be_seen():
+    """The control: gradients under other routes are a hundred times further off than roundings explain."""
+    (_, _, expected), (_, _, other) = plain(), plain(seed=2)
+    name = "model.layers.1.mlp.gate.weight"
+    away = (other[name] - expected[name]).abs().max() / expected[name].abs().max()
+    assert away > 100 * roundings(GRADIENT_TERMS)
 
 
-def sharded_by_transformers(folder):
-    how = {"distributed_config": DistributedConfig(fsdp_size=2), "experts_implementation": "grouped_mm"}
-    return AutoModelForCausalLM.from_pretrained(folder, **how, trust_remote_code=False, use_safetensors=True)
-
-
-SHARDINGS = {"fully_shard": sharded_by_hand, "DistributedConfig": sharded_by_transformers}
-
-
-def weights_after_training(rank, sharding, folder, attaching, mended=True):
+def weights_after_training(rank, attaching, mended=True):
     """Names of parameters that never moved, and all of them, after three steps of an optimizer made after attaching."""
-    model = SHARDINGS[sharding](folder)
+    model = shard(policy(""))
     with pytest.MonkeyPatch.context() as patch:
         if not mended:
             patch.setattr(untouched, "reshard", lambda model: None)
@@ -176,30 +202,12 @@ def full_weights(model):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("sharding", SHARDINGS)
-def test_an_optimizer_trains_what_it_would_without_attaching_and_recording(workers, sharding, tmp_path):
-    if sharding == "DistributedConfig" and "fsdp_size" not in DistributedConfig.__dataclass_fields__:
-        skip_in_older("this transformers shards no model itself")
-    policy().save_pretrained(tmp_path)
-    runs = [
-        workers(2).run(weights_after_training, sharding, tmp_path, *case) for case in ((False,), (True,), (True, False))
-    ]
+def test_an_optimizer_trains_what_it_would_without_attaching_and_recording(workers):
+    runs = [workers(2).run(weights_after_training, *case) for case in ((False,), (True,), (True, False))]
     (without, plain), (attached, ours), (lost, _) = (ranks[0] for ranks in runs)
     assert attached == without
     assert all(torch.equal(ours[name], plain[name]) for name in plain)
     assert len(lost) > len(without)  # the control: a forward without backward, and nothing put back
-
-
-def test_other_routes_would_be_seen():
-    """The control: gradients under other routes are a hundred times further off than roundings explain."""
-    model = policy().train()
-    routed = hf.attach(model)
-    with routed.replay(random_routes(routed.spec, BATCH, seed=2)):
-        loss_of(model, BATCH).backward()
-    name = "model.layers.1.mlp.gate.weight"
-    expected = single("fsdp")[1][name]
-    away = (gradients(model)[name] - expected).abs().max() / expected.abs().max()
-    assert away > 100 * roundings(GRADIENT_TERMS)
 
 
 def ask_of_the_page(rank, num_forwards_G):
@@ -207,62 +215,32 @@ def ask_of_the_page(rank, num_forwards_G):
     page = (Path(__file__).parents[3] / "docs" / "decisions" / "0013-ranks-without-a-session.md").read_text()
     given = {"torch": torch}
     exec(re.search(r"def require_replayed_alike.*?\n(?=```|\n\n)", page, re.DOTALL).group(), given)
-    try:
+    with nullcontext() if num_forwards_G == [1, 1] else pytest.raises(RuntimeError, match="replayed 0 forwards"):
         given["require_replayed_alike"](num_forwards_G[rank])
-    except RuntimeError as error:
-        return str(error)
 
 
 def test_a_rank_without_a_session_is_told_on_every_rank_where_all_are_asked(workers):
-    told = ["of the ranks, some replayed 0 forwards and others 1"] * 2
-    assert workers(2).run(ask_of_the_page, [1, 0]) == told
-    assert workers(2).run(ask_of_the_page, [1, 1]) == [None, None]
+    workers(2).run(ask_of_the_page, [1, 0])
+    workers(2).run(ask_of_the_page, [1, 1])
 
 
-def sessions_after_other_passes(rank, before):
-    """Sessions with a backward on a model that something else left gathered."""
-    model = shard(policy())
-    routed = hf.attach(model)
-    mine = {name: value[rank::2] for name, value in BATCH.items()}
-    trace = random_routes(routed.spec, BATCH).select(np.arange(rank, 4, 2))
-    if before == "evaluated":
-        with torch.no_grad():
-            model(**mine)
-    elif before == "accumulated":
-        model.set_reshard_after_backward(False)
-        with routed.replay(trace):
-            loss_of(model, mine).backward()
-        model.set_reshard_after_backward(True)
-    else:
-        for module in model.modules():
-            if isinstance(module, FSDPModule):
-                module.unshard()
-    if before == "gathered by hand":
-        hf.attach(model)
-    with routed.record() as recording:
-        loss_of(model, mine).backward()
-    with routed.replay(recording.trace()):
-        loss_of(model, mine).backward()
-    lost = [name for name, each in model.named_parameters() if not isinstance(each, DTensor)]
-    return lost, sum(each.to_local().numel() for each in model.parameters())
+PAGE = Path(__file__).parents[3] / "docs" / "huggingface.md"
 
 
-@pytest.mark.parametrize("before", ["evaluated", "accumulated", "gathered by hand"])
-def test_what_was_gathered_before_a_session_is_no_concern_of_it(workers, before):
-    for lost, elements in workers(2).run(sessions_after_other_passes, before):
-        assert not lost
-        assert elements
+def run_page(rank):
+    """Its loop and what it appends for FSDP2, in the group that is there: what was printed, and the weights after."""
+    blocks = re.findall(r"^```python\n(.*?)^```", PAGE.read_text(encoding="utf-8"), re.MULTILINE | re.DOTALL)
+    (appended,) = [block for block in blocks if "fully_shard" in block]
+    page = {"__name__": "__main__"}
+    group = patch.multiple(dist, init_process_group=lambda backend: None, destroy_process_group=lambda: None)
+    with group, redirect_stdout(io.StringIO()) as printed:
+        exec(blocks[0], page)
+        exec(appended, page)
+    return printed.getvalue(), [whole(parameter).detach() for parameter in page["model"].parameters()]
 
 
-def recorded_below_its_root(rank):
-    """A trunk is attached, and the model around it sharded and run."""
-    model = policy()
-    routed = hf.attach(model.model)
-    shard(model)
-    with torch.no_grad(), routed.record():
-        model(**{name: value[rank::2] for name, value in BATCH.items()})
-    return [name for name, each in model.named_parameters() if not isinstance(each, DTensor)]
-
-
-def test_a_root_around_the_attached_module_takes_its_weights_back(workers):
-    assert workers(2).run(recorded_below_its_root) == [[], []]
+@pytest.mark.slow
+def test_the_page_runs_on_two_ranks(workers):
+    (printed, one), (_, other) = workers(2).run(run_page)
+    assert printed.count("k3 ") == 2
+    assert all(torch.equal(a, b) for a, b in zip(one, other, strict=True)), "they are one model"

@@ -1,22 +1,21 @@
-"""What sessions of transformers' models have beside those of others: caches, copies, masks, random numbers."""
+"""What sessions of transformers' models have beside those of others: caches, copies, hash layers."""
 
-import ast
 import copy
 import pickle
-import warnings
-from pathlib import Path
+from dataclasses import replace
 
+import numpy as np
 import pytest
 import torch
-import transformers
 
-import foreroute as fr
 from foreroute import core
 from foreroute.adapters import hf
+from foreroute.capture import decode
+from foreroute.doctor.examine import examine
 from foreroute.errors import BatchMismatchError, ReplayError
 from foreroute.testing.counting_device import DEVICE, other_device
-from foreroute.testing.models import tiny
-from tests.adapters.hf.families import skip_in_older
+from foreroute.trace import LayerKind
+from tests.adapters.hf.family_checks import attached, foreign_routes, run
 from tests.adapters.hf.model_runs import batch_of, with_routes
 from tests.tiers import grid
 
@@ -38,14 +37,6 @@ def test_what_was_attached_can_be_copied_with_its_model(copied):
         assert recording.trace().equals(trace)
     assert results[0].any()
     assert not results[1].any()
-
-
-@pytest.mark.parametrize("dtype", [torch.bool, torch.int32, torch.float32, torch.bfloat16, torch.float16])
-def test_masks_of_zeros_and_ones_may_have_any_type(dtype):
-    model, routed, trace = with_routes(BATCH)
-    with routed.record() as recording, routed.replay(trace), torch.no_grad():
-        model(input_ids=BATCH["input_ids"], attention_mask=BATCH["attention_mask"].to(dtype))
-    assert recording.trace().equals(trace)
 
 
 def test_a_forward_that_continues_a_cache_is_not_replayed():
@@ -71,18 +62,8 @@ def test_continuous_batching_is_refused_before_it_begins():
     assert "init_continuous_batching" not in vars(model)
 
 
-def test_continuous_batching_is_refused_by_sessions_of_tensors_when_it_runs():
-    if not hasattr(transformers, "ContinuousBatchingConfig"):
-        skip_in_older("this transformers has no configuration that keeps its cache small")
-    model = tiny("qwen3_moe")
-    config = transformers.ContinuousBatchingConfig(num_blocks=16, max_batch_tokens=64)
-    with pytest.raises(core.ReplayError, match=r"thread.*opened"), core.attach(model).record():
-        model.generate_batch([[1, 2, 3]], max_new_tokens=2, continuous_batching_config=config)
-
-
 GOES_ON = {
     "by its mask": {"attention_mask": torch.ones(2, 9, dtype=torch.long)},
-    "by its positions": {"position_ids": torch.arange(5, 9)[None]},
     "in one row": {"position_ids": torch.stack([torch.arange(4), torch.arange(3, 7)])},
 }
 NOT_RECOGNISED = "so that the forward seems to continue a key-value cache, which was not recognised"
@@ -107,63 +88,31 @@ def test_a_forward_that_seems_to_continue_an_unknown_cache_is_refused(given):
             there.model(**{name: each.to(DEVICE) for name, each in batch.items()})
 
 
-def test_positions_of_padding_and_of_a_part_of_longer_sequences_are_no_matter():
-    """The first behind padding is at 0; a part, as under context parallelism, is run without a cache."""
-    batch = batch_of(4, 2, side="left")
-    positions = (batch["attention_mask"].cumsum(1) - 1).masked_fill(batch["attention_mask"] == 0, 1)
-    model, routed, trace = with_routes(batch)
-    with routed.replay(trace), routed.record() as recording, torch.no_grad():
-        model(**batch, position_ids=positions)
-    assert recording.trace().equals(trace)
-    part = {"input_ids": batch_of(4, 4)["input_ids"], "position_ids": torch.arange(5, 9)[None], "use_cache": False}
-    with routed.record() as recording, torch.no_grad():
-        model(**part)
-    assert recording.trace().lengths.tolist() == [4, 4]
-    with core.attach(model).record(), torch.no_grad():
-        model(**part)
+def test_a_trace_that_is_shifted_against_its_tokens_disagrees_with_the_hash_layers():
+    _, routed = attached("deepseek_v4")
+    trace = foreign_routes(routed)
+    assert [layer.kind for layer in routed.spec.layers] == [LayerKind.HASH, LayerKind.DECODER, LayerKind.DECODER]
+    shifted = [np.roll(ids, 1, axis=0) for ids in np.split(trace.expert_ids_NLK, trace.offsets[1:-1])]
+    with (
+        pytest.raises(BatchMismatchError, match=r"0 routes.*table.*0.*\d+"),
+        routed.replay(replace(trace, expert_ids_NLK=np.concatenate(shifted))),
+    ):
+        run(routed.model)
 
 
-@pytest.mark.exhaustive  # of a model as it is, tests/replay refuses it by day
-def test_decode_steps_of_another_batch_are_refused_of_a_compiled_model_too():
-    """Where nobody sees the tensors of a cache, by their numbers."""
-    model = tiny("qwen3_moe", experts="grouped_mm", num_hidden_layers=1).eval()
-    routed = hf.attach(model)
-    first, second = batch_of(4, seed=1)["input_ids"], batch_of(6, seed=2)["input_ids"]
-    compiled = torch.compile(model, backend="eager")
-    with routed.record() as recording, torch.no_grad():
-        cache = compiled(input_ids=first, use_cache=True).past_key_values
-        compiled(input_ids=second, use_cache=True)
-        compiled(input_ids=torch.tensor([[5]]), past_key_values=cache, use_cache=True)
-    with pytest.raises(ReplayError, match=r"1 sequences.*4.*positions.*1.*6"):
-        recording.trace()
-
-
-def test_a_model_that_does_not_repeat_itself_is_attached_by_its_routes():
-    model = tiny("qwen3_moe")
-    model.lm_head.register_forward_hook(lambda m, a, out: out + 0.01 * torch.randn_like(out))
-    assert hf.attach(model).spec.num_experts == 8
-
-
-def test_attaching_on_a_machine_of_two_gpus_warns_of_nothing(monkeypatch):
-    """`fork_rng` does, once in a process, unless it is told whose numbers to keep."""
-    kept = []
-    monkeypatch.setattr(torch.random, "_fork_rng_warned_already", False, raising=False)
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
-    monkeypatch.setattr(torch.cuda, "get_rng_state", lambda device="cuda": kept.append(device))
-    monkeypatch.setattr(torch.cuda, "set_rng_state", lambda state, device="cuda": None)
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        hf.attach(tiny("qwen3_moe"))
-    assert kept == [0, 1], "where it is attached; what makes a model on the CPU leaves GPUs alone"
-
-
-def test_nothing_forks_the_random_state_without_naming_the_devices():
-    """Where a model is loaded, or tried out by a trainer, it would warn just so."""
-    found = []
-    for path in Path(fr.__file__).parent.rglob("*.py"):
-        text = path.read_text(encoding="utf-8")
-        for node in ast.walk(ast.parse(text)) if "fork_rng" in text else ():
-            if isinstance(node, ast.Call) and ast.unparse(node.func).endswith("fork_rng"):
-                found.append(path.name)
-                assert node.args or "devices" in [keyword.arg for keyword in node.keywords], f"{path}:{node.lineno}"
-    assert {"untouched.py", "checks.py", "loading.py", "without_weights.py"} <= set(found)
+def test_an_engines_trace_without_the_hash_layers_replays_the_others_and_leaves_these_native():
+    model, routed = attached("deepseek_v4")
+    whole = foreign_routes(routed)
+    parts = np.split(whole.expert_ids_NLK.copy(), whole.offsets[1:-1])
+    for ids in parts:
+        ids[:, 0] = 0
+    tokens = [whole.tokens(s) for s in range(len(whole))]
+    assert whole.valid_N.all()
+    captured = decode([ids[:-1] for ids in parts], model=routed.spec, token_ids=tokens)
+    assert captured.spec == routed.spec.select(routed.spec.layers[1:])
+    with routed.replay(captured), routed.record() as recording, torch.no_grad():
+        run(model)
+    replayed = recording.trace()
+    assert np.array_equal(replayed.expert_ids_NLK[captured.valid_N], whole.expert_ids_NLK[captured.valid_N])
+    assert np.array_equal(replayed.expert_ids_NLK[:, 0], whole.expert_ids_NLK[:, 0])
+    assert examine(model, None, trace=captured).replay_error == ""

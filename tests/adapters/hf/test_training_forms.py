@@ -13,13 +13,11 @@ import numpy as np
 import pytest
 import torch
 from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
-from transformers import modeling_layers
 
 from foreroute.adapters import hf
 from foreroute.errors import ReplayError
 from foreroute.testing.models import tiny
 from tests.adapters.hf import model_runs
-from tests.adapters.hf.families import skip_in_older
 from tests.adapters.hf.family_checks import require_bit_equal
 from tests.adapters.hf.model_runs import (
     batch_of,
@@ -32,17 +30,12 @@ from tests.adapters.hf.model_runs import (
     loss_of,
     random_routes,
 )
-from tests.replay.session_subject import router_paths, same
+from tests.replay.session_subject import same
 from tests.tiers import grid
 
 BATCH = batch_of(9, 6, 4)
 aten = torch.ops.aten
 KEPT = BATCH["attention_mask"].bool().reshape(-1)
-
-
-def noisy():
-    """Jitter on what routers see, dropout in attention."""
-    return tiny("mixtral", router_jitter_noise=0.3, attention_dropout=0.2)
 
 
 def with_lora(**options):
@@ -51,9 +44,6 @@ def with_lora(**options):
 
 def with_lora_on_experts_and_routers():
     return with_lora(target_parameters=["experts.gate_up_proj", "experts.down_proj", "gate.weight"])
-
-
-FORMS = [noisy, with_lora, with_lora_on_experts_and_routers]
 
 
 def ready(model, use_reentrant):
@@ -70,27 +60,22 @@ def seeded_loss(model):
 
 
 @pytest.mark.shows("Hugging Face", "PEFT's LoRA, on experts and routers too")
-@grid(("form", "use_reentrant"), itertools.product(FORMS, [None, True, False]), quick=2)
+@grid(("form", "use_reentrant"), [(with_lora, True), (with_lora_on_experts_and_routers, False)], quick=1)
 def test_own_routes_change_no_bit_and_experts_get_others_also_in_recomputation(form, use_reentrant):
-    untouched, plain, model = ready(form(), use_reentrant), ready(form(), None), ready(form(), use_reentrant)
+    untouched, model = ready(form(), use_reentrant), ready(form(), use_reentrant)
     routed = hf.attach(model)
     session = require_bit_equal(untouched, model, routed, seeded_loss, telemetry=True)
     assert session.agreement().differing_tokens_share == 0
-    grads, trace = [], random_routes(routed.spec, BATCH)
-    for each in (plain, model):
-        each.zero_grad()
-        attached = hf.attach(each)
-        with experts_log(each) as log:
-            with attached.replay(trace):
-                loss = seeded_loss(each)
-            loss.backward()
-        layers = {path: layer for layer, path in enumerate(sorted({path for path, _ in log}))}
-        assert len(layers) == routed.spec.num_layers
-        for path, ids in log:
-            assert np.array_equal(ids[KEPT].numpy(), trace.expert_ids_NLK[:, layers[path]])
-        grads.append(gradients(each))
-    for name, gradient in grads[0].items():
-        torch.testing.assert_close(grads[1][name], gradient, rtol=0, atol=1e-7, msg=name)
+    trace = random_routes(routed.spec, BATCH)
+    with experts_log(model) as log:
+        with routed.replay(trace):
+            loss = seeded_loss(model)
+        loss.backward()
+    layers = {path: layer for layer, path in enumerate(sorted({path for path, _ in log}))}
+    assert len(layers) == routed.spec.num_layers
+    assert len(log) == 2 * len(layers)
+    for path, ids in log:
+        assert np.array_equal(ids[KEPT].numpy(), trace.expert_ids_NLK[:, layers[path]])
 
 
 def second_products():
@@ -105,19 +90,14 @@ def second_products():
     return create_selective_checkpoint_contexts(policy)
 
 
-# not the gathered weights, which routers divide in place
-ROUTER_OPERATORS = [aten.mm.default, aten._softmax.default, aten.sigmoid.default, aten.topk.default]
 SELECTIVE = {
     "top-k": lambda: create_selective_checkpoint_contexts([aten.topk.default]),
     "second products": second_products,
-    "views": lambda: create_selective_checkpoint_contexts([aten.view.default, aten._to_copy.default]),
-    "what a router computes": lambda: create_selective_checkpoint_contexts(ROUTER_OPERATORS),
-    "nothing": lambda: create_selective_checkpoint_contexts([]),
 }
 
 
 @pytest.mark.shows("Hugging Face", "selective activation checkpoints (`context_fn`)")
-@grid(("family", "kept"), itertools.product(["deepseek_v3", "qwen3_moe", "gpt_oss"], SELECTIVE), quick=4)
+@grid(("family", "kept"), zip(itertools.cycle(["qwen3_moe", "gpt_oss", "deepseek_v3"]), SELECTIVE), quick=2)
 def test_selective_checkpoints_repeat_what_the_forward_ran(family, kept):
     """Rows without a route among those with one. The oracle is the same without checkpoints."""
     seen = []
@@ -142,15 +122,13 @@ def test_selective_checkpoints_repeat_what_the_forward_ran(family, kept):
 def test_a_model_of_half_precision_takes_other_routes():
     model = tiny("qwen3_moe").half()
     routed = hf.attach(model)
-    require_bit_equal(tiny("qwen3_moe").half(), model, routed, seeded_loss)
     trace = random_routes(routed.spec, BATCH)
     with torch.no_grad():
-        own = log_probs(model, BATCH)
         with forced_by_hand(model, trace, BATCH):
             expected = log_probs(model, BATCH)
         with routed.replay(trace):
             assert torch.equal(log_probs(model, BATCH), expected)
-    assert not torch.equal(own, expected), "the control"
+        assert not torch.equal(log_probs(model, BATCH), expected), "the control"
 
 
 def trained(tmp_path, model, routes, **options):
@@ -188,79 +166,19 @@ ACCUMULATED = batch_of(*[6] * 16)
 
 
 @pytest.mark.shows("Hugging Face", "Trainer with gradient accumulation, the replay opened in `compute_loss`")
-@grid("checkpointing", [True, False], quick=0)
-def test_a_trainer_that_accumulates_makes_the_weights_of_routes_forced_by_hand(checkpointing, tmp_path):
+@pytest.mark.slow
+def test_a_trainer_that_accumulates_makes_the_weights_of_routes_forced_by_hand(tmp_path):
     plain, model = tiny("qwen3_moe"), tiny("qwen3_moe")
     routed = hf.attach(model)
     trace = random_routes(routed.spec, ACCUMULATED)
     expected = trained(tmp_path, plain, lambda numbers, batch: forced_by_hand(plain, trace.select(numbers), batch))
     seen = trained(
-        tmp_path, model, lambda numbers, _: routed.replay(trace.select(numbers)), gradient_checkpointing=checkpointing
+        tmp_path, model, lambda numbers, _: routed.replay(trace.select(numbers)), gradient_checkpointing=True
     )
     assert same(seen, expected)
     native, router = trained(tmp_path, tiny("qwen3_moe"), lambda *_: nullcontext()), "model.layers.1.mlp.gate.weight"
     for other in (native, tiny("qwen3_moe").state_dict()):
         assert not torch.equal(seen[router], other[router]), "the control"
-
-
-def test_only_sparse_layers_have_rows():
-    interleaved = tiny("qwen3_moe", num_hidden_layers=6, decoder_sparse_step=2, mlp_only_layers=[5])
-    assert [layer.index for layer in hf.attach(interleaved).spec.layers] == [1, 3]
-    assert [layer.index for layer in hf.attach(tiny("deepseek_v3")).spec.layers] == [1, 2]
-
-
-@grid("form", [with_lora, with_lora_on_experts_and_routers], quick=1)
-def test_attaching_before_wrapping_is_attaching_after(form, monkeypatch):
-    import peft
-
-    after = ready(form(), False)
-    routed_after = hf.attach(after)
-    attached = []
-    wrap = peft.get_peft_model
-    monkeypatch.setattr(peft, "get_peft_model", lambda m, c: (attached.append(hf.attach(m)), wrap(m, c))[1])
-    before = ready(form(), False)
-    for model, routed in ((after, routed_after), (before, attached[0])):
-        with routed.replay(random_routes(routed.spec, BATCH)):
-            seeded_loss(model).backward()
-    assert same(gradients(before), gradients(after))
-    assert all("lora" in name for name in gradients(before))
-
-
-def test_noise_makes_a_model_route_differently_each_time():
-    """The control."""
-    model = noisy().train()
-    routed = hf.attach(model)
-    recorded = []
-    for _ in range(2):
-        with routed.record() as recording, torch.no_grad():
-            model(**BATCH)
-        recorded.append(recording.trace())
-    assert not recorded[0].equals(recorded[1])
-
-
-def test_prediction_heads_route_themselves():
-    """Multi-token prediction layers are a model of their own, with embedding and head shared and routers not."""
-    if not hasattr(modeling_layers, "MtpModel"):
-        skip_in_older("this transformers has no multi-token prediction")
-    main = tiny("deepseek_v3")
-    head = modeling_layers.MtpModel(main, 1).eval()
-    with torch.no_grad(), torch.random.fork_rng():
-        torch.manual_seed(0)
-        for parameter in head.parameters():  # some of it comes uninitialised
-            parameter.copy_(0.3 * torch.randn(parameter.shape))
-    batch = {name: value[:1] for name, value in BATCH.items()}
-    routed = hf.attach(main)
-
-    def predicted(hidden):
-        with torch.no_grad():
-            return head(batch["input_ids"], hidden, None, torch.arange(9)[None], None)[1]
-
-    with routed.replay(random_routes(routed.spec, batch)), torch.no_grad(), experts_log(head) as log:
-        hidden = main(**batch, output_hidden_states=True).hidden_states[-1]
-        seen = predicted(hidden)
-    assert len(log) == 1
-    assert torch.equal(seen, predicted(hidden))
-    assert router_paths(routed) == ["model.layers.1.mlp.gate", "model.layers.2.mlp.gate"]
 
 
 def test_a_router_whose_copy_is_off_is_named():
