@@ -25,10 +25,9 @@ def patched(package, patch, folder):
     stand_in(folder)
 
 
-def stand_in(folder, rank=0, world_size=1):
+def stand_in(folder):
     """A process with gloo, in which CUDA's current device is the CPU."""
-    os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(world_size)}
-    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}
+    os.environ |= {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}
     torch.cuda.current_device = lambda: torch.device("cpu")
     torch.cuda.get_rng_state = torch.get_rng_state
     torch.Tensor.cuda = lambda tensor, *_, **__: tensor
@@ -42,7 +41,7 @@ def stand_in(folder, rank=0, world_size=1):
 
     device_mesh.init_device_mesh = torch.distributed.init_device_mesh = on_cpu
     if not dist.is_initialized():
-        dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=world_size)
+        dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=0, world_size=1)
 
 
 class _Devices(type):

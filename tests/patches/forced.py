@@ -10,10 +10,9 @@ import torch
 from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 
 
-def tiny(seed=0, vocab_size=64, dense=0):
-    """Eight experts, two of them for each token, in three layers behind so many dense ones."""
-    sizes = {"hidden_size": 32, "moe_intermediate_size": 32, "num_hidden_layers": 3 + dense, "num_experts": 8}
-    sizes |= {"intermediate_size": 32, "mlp_only_layers": list(range(dense))}
+def tiny(seed=0, vocab_size=64):
+    """Eight experts, two of them for each token, in three layers."""
+    sizes = {"hidden_size": 32, "moe_intermediate_size": 32, "num_hidden_layers": 3, "num_experts": 8}
     heads = {"num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 16, "num_experts_per_tok": 2}
     more = {"initializer_range": 0.2, "norm_topk_prob": True, "pad_token_id": 0, "eos_token_id": 1}
     torch.manual_seed(seed)

@@ -89,7 +89,7 @@ def collate(examples):
     return {"input_ids": ids, "labels": labels, "attention_mask": mask, "routed_experts": routes.byte()}
 
 
-def recipe(automodel, checkpoint, tmp_path, rollouts, *, replay=True, checkpointing=False, steps=STEPS, own=None):
+def recipe(automodel, checkpoint, tmp_path, rollouts, *, replay=True, checkpointing=False, steps=STEPS):
     from nemo_automodel.components.config.loader import ConfigNode
 
     sys.modules["rollouts"] = module = type(sys)("rollouts")
@@ -121,7 +121,7 @@ def recipe(automodel, checkpoint, tmp_path, rollouts, *, replay=True, checkpoint
         "optimizer": {"_target_": "torch.optim.AdamW", "lr": 1e-3, "foreach": False},
         "rollout_replay": replay,
     }
-    made = (own or automodel.TrainFinetuneRecipeForNextTokenPrediction)(ConfigNode(config))
+    made = automodel.TrainFinetuneRecipeForNextTokenPrediction(ConfigNode(config))
     made.setup()
     return made
 
@@ -176,29 +176,19 @@ def hf_folder(checkpoint, tmp_path):
 
 def test_four_steps_on_the_routes_of_the_rollout(automodel, checkpoint, tmp_path, hf_folder):
     rollouts = Rollouts()
-    made = recipe(automodel, checkpoint, tmp_path, rollouts)
+    made = recipe(automodel, checkpoint, tmp_path, rollouts, checkpointing="full")
     rows, others, apart, metrics = trained(made, rollouts, hf_folder)
-    assert (rows, others) == (STEPS * ROWS, 0)
+    assert (rows, others) == (2 * STEPS * ROWS, 0)
     assert apart < 1e-5
     assert len(metrics) == STEPS
     assert all(0.02 < each["rollout_replay/native_disagreement"] < 0.6 for each in metrics)
 
 
-@pytest.mark.parametrize("checkpointing", ["full", "selective"])
-def test_recomputed_activations_follow_the_routes(checkpointing, automodel, checkpoint, tmp_path, hf_folder):
-    rollouts = Rollouts()
-    made = recipe(automodel, checkpoint, tmp_path, rollouts, checkpointing=checkpointing, steps=1)
-    rows, others, apart, _ = trained(made, rollouts, hf_folder)
-    assert (rows, others) == (2 * ROWS, 0)
-    assert apart < 1e-5
-
-
 def test_without_replay_and_with_routes_a_token_off_there_is_disagreement(automodel, checkpoint, tmp_path, hf_folder):
     rollouts = Rollouts()
-    made = recipe(automodel, checkpoint, tmp_path, rollouts, replay=False)
+    made = recipe(automodel, checkpoint, tmp_path, rollouts, replay=False, steps=1)
     rows, others, apart, metrics = trained(made, rollouts, hf_folder)
-    assert rows == STEPS * ROWS
-    assert others > 0.02 * rows
+    assert others > 0.02 * rows > 0
     assert apart > 1e-3
     assert "rollout_replay/native_disagreement" not in metrics[0]
     rollouts = Rollouts(change=lambda ids: ids.roll(1, 0))
@@ -216,19 +206,10 @@ def test_what_would_not_be_replayed_is_refused(automodel, checkpoint, tmp_path):
     run = {"loss_buffer": [], "num_label_tokens": 10, "num_batches": 1}
     wrong = batch["routed_experts"].clone()
     wrong[0, 0, 0] = torch.tensor([1, 8])
-    packed = batch | {"cu_seqlens": torch.tensor([0, 12])}
     for changed, error, words in (
         (batch | {"routed_experts": None}, RuntimeError, "has no `routed_experts`"),
-        (packed, RuntimeError, "packed sequences"),
         (batch | {"routed_experts": wrong}, ReplayError, "out of range"),
     ):
         with pytest.raises(error, match=words):
             made._forward_backward_step(0, changed, **run)
     made._forward_backward_step(0, collate([rollouts[0]]), is_train=False, **run)  # validation routes itself
-
-    class Own(automodel.TrainFinetuneRecipeForNextTokenPrediction):
-        def _forward_backward_step(self, *_, **__):
-            raise NotImplementedError
-
-    with pytest.raises(ValueError, match="by Own"):
-        recipe(automodel, checkpoint, tmp_path, rollouts, own=Own)

@@ -230,12 +230,10 @@ def test_packed_sequences_and_partitioned_weights_follow_the_routes(settings, op
 
 
 def test_without_replay_and_with_routes_a_token_off_there_is_disagreement(openrlhf, checkpoint):
-    native = policy(checkpoint, replay=False)
-    for number in range(STEPS):
-        rows, others, apart, status = step(native, number)
-        assert others > 0.02 * rows > 0
-        assert apart > 1e-3
-        assert "router_disagreement" not in status
+    rows, others, apart, status = step(policy(checkpoint, replay=False), 0)
+    assert others > 0.02 * rows > 0
+    assert apart > 1e-3
+    assert "router_disagreement" not in status
 
     def a_token_off(made):
         for sample in made:
@@ -248,27 +246,16 @@ def test_without_replay_and_with_routes_a_token_off_there_is_disagreement(openrl
 
 
 def test_what_would_not_be_replayed_is_refused(openrlhf, checkpoint):
-    from openrlhf.models.router_replay import RouterReplay
-    from openrlhf.utils.agent import routes_of
-
     actor = policy(checkpoint)
     made, routes = samples(Engine(actor.actor.model, 0))
     wrong = routes[0].clone()
     wrong[2, 1] = torch.tensor([0, 8])
-    for rows, words in (([None], "has no routed_experts"), ([], "has no routed_experts"), ([wrong[:, :2]], "2 layers")):
-        made[0].routed_experts = rows
-        with pytest.raises(RuntimeError, match=words):
-            with_logprobs(actor, made)
+    made[0].routed_experts = [None]
+    with pytest.raises(RuntimeError, match="has no routed_experts"):
+        with_logprobs(actor, made)
     made[0].routed_experts = [wrong]
     with pytest.raises(ReplayError, match="range"):
         with_logprobs(actor, made)
-    answer = SimpleNamespace(outputs=[SimpleNamespace(token_ids=[1, 2], routed_experts=torch.zeros(5, 3, 2))])
-    with pytest.raises(RuntimeError, match="5 rows"):
-        routes_of(answer, 3)
-    for changes in ({"ring_attn_size": 2}, {"ds_tensor_parallel_size": 2}):
-        strategy = SimpleNamespace(**{"ring_attn_size": 1, "ds_tensor_parallel_size": 1} | changes)
-        with pytest.raises(ValueError, match="ring attention"):
-            RouterReplay(actor.actor.model.module, strategy)
 
 
 def step(actor, number, change=lambda made: None):

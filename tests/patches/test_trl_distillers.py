@@ -21,6 +21,7 @@ from trl.trainer import distillation_trainer
 from examples.trl import distill_r3
 from examples.trl.tiny import chat_tokenizer, policy
 from tests.patches.forced import differing, exact_logprobs, watched
+from tests.trainers.given_experts import drawn_anew
 from tests.trainers.trl import vllm_fakes
 
 
@@ -65,18 +66,18 @@ class Books:
 
 
 @contextmanager
-def scored(model, *, gradients=True):
-    """Forwards over sampled sequences, each with tokens, mask, weights, log-probs and what experts were given."""
+def scored(model):
+    """Updates on sampled sequences, each with tokens, mask, weights, log-probs and what experts were given."""
     steps = []
 
     def begin(_, args, kwargs):
-        if torch.is_grad_enabled() == gradients:
+        if torch.is_grad_enabled():
             weights = {name: tensor.detach().clone() for name, tensor in model.state_dict().items()}
             tokens, mask = kwargs["input_ids"], kwargs["attention_mask"]
             steps.append({"tokens": tokens, "mask": mask, "weights": weights, "first": len(given)})
 
     def end(_, args, output):
-        if torch.is_grad_enabled() == gradients:
+        if torch.is_grad_enabled():
             step = steps[-1]
             step["given"] = given[step["first"] :]
             logits = (output.last_hidden_state[:, :-1] @ model.lm_head.weight.T).detach().double()
@@ -145,73 +146,23 @@ class Engine:
         return writing_down(engine, self.books)
 
 
-def gkd_trainer(folder, model, *, teacher=None, kind=distill_r3.GKDTrainer, **settings):
-    chats = [[{"role": "user", "content": text}, {"role": "assistant", "content": "aeiou"}] for text in TEXTS]
-    config = {"max_new_tokens": 8, "lmbda": 1.0, "output_dir": folder, **SETTINGS, **settings}
-    samples_for = {"samples_for": config.pop("samples_for")} if "samples_for" in config else {}
-    return kind(
-        model=model,
-        teacher_model=teacher or policy(seed=1),
-        args=gkd.GKDConfig(**config),
-        processing_class=chat_tokenizer(),
-        train_dataset=Dataset.from_dict({"messages": chats}),
-        **samples_for,
-    )
-
-
 def test_gkd_trains_the_student_on_the_routes_of_its_rollout(tmp_path):
     model, books = policy(), Books()
-    trainer = gkd_trainer(tmp_path, model, samples_for=Engine(books))
+    chats = [[{"role": "user", "content": text}, {"role": "assistant", "content": "aeiou"}] for text in TEXTS]
+    trainer = distill_r3.GKDTrainer(
+        model=model,
+        teacher_model=policy(seed=1),
+        args=gkd.GKDConfig(max_new_tokens=8, lmbda=1.0, output_dir=tmp_path, **SETTINGS),
+        processing_class=chat_tokenizer(),
+        train_dataset=Dataset.from_dict({"messages": chats}),
+        samples_for=Engine(books),
+    )
     with scored(model) as steps:
         trainer.train()
     rows, others, apart = judged(steps, books)
     assert len(steps) == 8
     assert (others, rows > 1000) == (0, True)
     assert apart < 1e-5
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("settings", [{"activation_checkpointing": True}, {"lmbda": 0.0, "seq_kd": True}], ids=str)
-def test_gkd_recomputes_and_a_teacher_that_samples_scores_on_its_own_routes(settings, tmp_path):
-    model, teacher, books = policy(), policy(seed=1), Books()
-    trainer = gkd_trainer(tmp_path, model, teacher=teacher, samples_for=Engine(books), max_steps=1, **settings)
-    of_teacher = settings.get("seq_kd", False)
-    with scored(teacher if of_teacher else model, gradients=not of_teacher) as steps, watched(model) as given:
-        trainer.train()
-    rows, others, apart = judged(steps, books)
-    assert others == 0 < rows
-    assert apart < 1e-5
-    # the student's recomputation too; its own routes on what the teacher sampled
-    recomputed = not of_teacher
-    assert len(given) == 2 * 3 * (1 + recomputed)
-    for at, step in enumerate(steps):
-        calls = given[3 * at * (1 + recomputed) : 3 * (at + 1) * (1 + recomputed)]
-        calls = [*calls[:3], *reversed(calls[3:])]
-        others = differing(calls, books.of(step["tokens"], step["mask"]), step["mask"])[1]
-        assert (others > 0) == of_teacher
-
-
-@pytest.mark.slow
-def test_gkd_without_replay_and_with_routes_a_token_off_differs(tmp_path, monkeypatch):
-    class Native(distill_r3.GKDTrainer):
-        def compute_loss(self, *args, **kwargs):
-            self._rollout = None
-            return super().compute_loss(*args, **kwargs)
-
-    class Shifted(distill_r3.GKDTrainer):
-        def generate_on_policy_outputs(self, *args):
-            sampled = super().generate_on_policy_outputs(*args)
-            owner, tokens, routes = self._rollout
-            self._rollout = owner, tokens, routes.roll(1, 1)
-            return sampled
-
-    for kind, least in ((Native, 0.02), (Shifted, 0.5)):
-        model, books = policy(), Books()
-        with scored(model) as steps:
-            gkd_trainer(tmp_path, model, kind=kind, samples_for=Engine(books), max_steps=1).train()
-        rows, others, apart = judged(steps, books)
-        assert others > least * rows > 0
-        assert apart > 1e-3
 
 
 @pytest.mark.slow
@@ -222,8 +173,16 @@ def test_distillation_trains_on_the_routes_that_vllm_returned(tmp_path, monkeypa
     found = {}
     for kind, max_steps in ((distill_r3.DistillationTrainer, 4), (trl.DistillationTrainer, 1)):
         model = policy()
+        config = SETTINGS | vllm_fakes.COLOCATE | {"max_steps": max_steps, "max_completion_length": 8}
+        trainer = kind(
+            model=model,
+            teacher_model=policy(seed=1),
+            args=trl.DistillationConfig(output_dir=tmp_path, **config),
+            processing_class=chat_tokenizer(),
+            train_dataset=Dataset.from_dict({"prompt": TEXTS}),
+        )
         with scored(model) as steps:
-            distillation(tmp_path, model, kind=kind, max_steps=max_steps, **vllm_fakes.COLOCATE).train()
+            trainer.train()
         found[kind] = judged(steps, books)
     rows, others, apart = found[distill_r3.DistillationTrainer]
     assert (others, rows > 1000) == (0, True)
@@ -233,38 +192,9 @@ def test_distillation_trains_on_the_routes_that_vllm_returned(tmp_path, monkeypa
     assert apart > 1e-3
 
 
-@pytest.mark.slow
-def test_distillation_by_generate_trains_on_the_routes_of_its_rollout(tmp_path):
-    books = Books()
-    model = writing_down(policy(), books)
-    with scored(model) as steps:
-        distillation(tmp_path, model).train()
-    rows, others, apart = judged(steps, books)
-    assert (others, rows > 1000) == (0, True)
-    assert apart < 1e-5
-
-
-def distillation(folder, model, *, kind=distill_r3.DistillationTrainer, **settings):
-    config = {"max_completion_length": 8, "output_dir": folder, **SETTINGS, **settings}
-    return kind(
-        model=model,
-        teacher_model=policy(seed=1),
-        args=trl.DistillationConfig(**config),
-        processing_class=chat_tokenizer(),
-        train_dataset=Dataset.from_dict({"prompt": TEXTS}),
-    )
-
-
 def drawn_in_part(routes):
-    """A sixth of the (token, layer) drawn anew, so that no model would take them."""
     rng = np.random.default_rng(len(routes[0]))
-    changed = []
-    for ids in routes:
-        cells = rng.random(ids.shape[:2]) < 1 / 6
-        new = ids.copy()
-        new[cells] = np.argsort(rng.random((*ids.shape[:2], 8)), axis=-1)[cells][:, :2]
-        changed.append(new)
-    return changed
+    return [drawn_anew(ids, 1 / 6, rng) for ids in routes]
 
 
 def of_vllm(sample, books):

@@ -12,7 +12,6 @@ from torch import nn
 
 from foreroute.core import AttachError, attach
 from tests.peers.comparing import (
-    CHECKS,
     DIM,
     TOKENS,
     VOCAB,
@@ -20,7 +19,6 @@ from tests.peers.comparing import (
     cells,
     ids_handed_to,
     require,
-    require_control,
     run,
     seeded,
 )
@@ -182,16 +180,8 @@ def test_routes_are_recorded_and_replayed(kind, variant):
     run(kind, variant)
 
 
-@pytest.mark.parametrize("check", CHECKS)
-@pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.name)
-def test_each_check_sees_its_fault(kind, check, monkeypatch):
-    require_control(kind, check, monkeypatch)
-
-
-def test_qwen3_needs_no_example_and_a_model_without_embeddings_says_what_it_takes():
+def test_qwen3_needs_no_example():
     assert len(attach(make_qwen3()).hooks.routers) == 3
-    with pytest.raises(AttachError, match=r"attach\(model, example=.* input_ids"):
-        attach(make_stack())
 
 
 def test_a_gate_that_balances_whatever_it_scores_is_refused():

@@ -14,7 +14,6 @@ from torch.nn import functional
 
 from foreroute.core import AttachError, ReplayError, attach
 from tests.peers.comparing import (
-    CHECKS,
     DIM,
     TOKENS,
     VOCAB,
@@ -25,7 +24,6 @@ from tests.peers.comparing import (
     ids_handed_to,
     replaced,
     require,
-    require_control,
     run,
     same_sets,
     seeded,
@@ -184,23 +182,14 @@ def test_routes_are_recorded_and_replayed(kind, variant):
     run(kind, variant)
 
 
-@pytest.mark.parametrize("check", CHECKS)
-@pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.name)
-def test_each_check_sees_its_fault(kind, check, monkeypatch):
-    require_control(kind, check, monkeypatch)
-
-
-def test_as_they_are_models_are_attached_or_the_error_names_the_argument():
+def test_as_they_are_models_are_attached():
     for make in (make_qwen3, make_deepseek_v3, make_gpt_oss):
         assert len(attach(make()).hooks.routers) == 3
-    with pytest.raises(AttachError, match=r"cu_seq_lens_q.*attach\(model, example="):
-        attach(make_qwen3_5())
 
 
-@pytest.mark.parametrize("make", [make_qwen3, make_qwen3_5])
-def test_its_own_replay_behind_a_router_is_told(make):
+def test_its_own_replay_behind_a_router_is_told():
     """It swaps ids between routers and experts: what a router picked is not what runs."""
-    model = make()
+    model = make_qwen3_5()
     arguments = {"input_ids": TOKENS, **offsets(TOKENS)}
     routed = attach(model, arguments)
     with torch.no_grad(), routed.record() as recording:

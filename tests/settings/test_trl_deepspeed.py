@@ -48,13 +48,13 @@ class Drawn:
         return {"prompt_ids": prompt_ids, "completion_ids": completions, "logprobs": logprobs, "routed_experts": routes}
 
 
-def train(folder, *, saved=None, replay="R3", rollouts="drawn", **settings):
+def train(folder, *, saved=None, replay="R3", samples=False, **settings):
     """The policy at the end, what the run logs, and whether its updates followed the routes.
 
     Args:
         folder: for the run.
         saved: the policy, where transformers loads it for the trainer, in parts at ZeRO stage 3.
-        rollouts: "drawn", by TRL's own "generate", or of an "engine" of ours.
+        samples: by an engine of ours; else rollouts are drawn.
     """
     from foreroute.engines.embedded import EmbeddedEngine
     from foreroute.trainers.trl import rollout_with
@@ -64,12 +64,11 @@ def train(folder, *, saved=None, replay="R3", rollouts="drawn", **settings):
     model, drawn = policy(), Drawn()
     if saved is not None:
         model, settings = saved, {"model_init_kwargs": {"dtype": torch.float32}} | settings
-    sources = {"drawn": lambda: drawn, "engine": lambda: rollout_with(EmbeddedEngine(policy(seed=1), "float32"))}
     torch.manual_seed(0)  # of adapters
     trainer = make(
         folder,
         model=model,
-        rollout_func=sources[rollouts]() if rollouts in sources else None,
+        rollout_func=rollout_with(EmbeddedEngine(policy(seed=1), "float32")) if samples else drawn,
         reward_funcs=told_apart,
         replay=replay,
         **ALL_AT_ONCE | settings,
@@ -104,12 +103,10 @@ ADAPTERS = LoraConfig(
 RUNS = {
     "zero-2": (2, {}),
     "zero-3": (3, {}),
-    "loaded": (3, {"saved": SAVED}),
     "adapters": (3, {"saved": SAVED, "peft_config": ADAPTERS}),
     "none": (3, {"replay": "none"}),
-    "generate": (3, {"rollouts": "generate"}),
     # the second rollout is of weights that a step has changed
-    "engine": (3, {"rollouts": "engine", "num_iterations": 1}),
+    "engine": (3, {"samples": True, "num_iterations": 1}),
 }
 
 
@@ -148,7 +145,7 @@ def test_partitioned_models_replay_as_whole_ones(tmp_path):
     k3 = most_k3(policy(), 4 * TERMS)  # twice as far off: no step moves a row of the head by its own length
     for rank in results:
         assert rank["zero-3"]["partitioned"] > 0 == rank["zero-2"]["partitioned"]
-        for name in ("zero-2", "zero-3", "loaded", "adapters"):
+        for name in ("zero-2", "zero-3", "adapters"):
             assert len(rank[name]["followed"]) == 4
             assert all(rank[name]["followed"])
             assert rank[name]["logs"][0]["mismatch/disagreement"] == 0
@@ -156,8 +153,7 @@ def test_partitioned_models_replay_as_whole_ones(tmp_path):
             torch.testing.assert_close(rank[name]["weights"], expected["weights"], rtol=0, atol=1e-6)
         assert not any(rank["none"]["followed"])  # the control
         assert (rank["none"]["weights"] - single["weights"]).abs().max() > 1e-3
-        for name in ("generate", "engine"):
-            rollouts = [entry for entry in rank[name]["logs"] if "mismatch/k3" in entry]
-            assert len(rollouts) == (1 if name == "generate" else 2)
-            assert all(entry["mismatch/disagreement"] == 0 for entry in rollouts)
-            assert all(entry["mismatch/k3"] < k3 for entry in rollouts)
+        rollouts = [entry for entry in rank["engine"]["logs"] if "mismatch/k3" in entry]
+        assert len(rollouts) == 2
+        assert all(entry["mismatch/disagreement"] == 0 for entry in rollouts)
+        assert all(entry["mismatch/k3"] < k3 for entry in rollouts)

@@ -36,7 +36,7 @@ def trained(saved, folder, config, kind, **settings):
 
 @pytest.mark.slow
 @pytest.mark.shows("TRL", "QLoRA, LoRA on 8 bits, and on torchao's int8")
-@pytest.mark.parametrize("form", [form for form in FORMS if "nested" not in form.id])
+@pytest.mark.parametrize("form", FORMS)
 def test_adapters_of_quantized_policies_are_trained_as_by_trl_alone(form, saved, tmp_path):
     _, before, alone = trained(saved, tmp_path / "alone", form(), trl.GRPOTrainer)
     native, *_ = trained(saved, tmp_path / "native", form(), GRPOTrainer, replay="none")

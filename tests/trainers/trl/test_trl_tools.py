@@ -14,7 +14,6 @@ from foreroute.capture import Generation, Sampling
 from foreroute.engines.embedded import EmbeddedEngine
 from foreroute.errors import BatchMismatchError, ReplayError
 from foreroute.trace import SAMPLING, RoutingTrace, concatenate
-from foreroute.trainers.trl import rollout_with
 from foreroute.trainers.trl.capture import Turn, join_turns
 from tests.trainers.given_experts import drawn_anew, native
 from tests.trainers.trl.test_trl_masks import SCORES_ON_SETS
@@ -54,7 +53,7 @@ class Drawn(EmbeddedEngine):
         return rows[: len(tokens)]
 
 
-LATER = {"generate": pytest.mark.slow, "engine": pytest.mark.exhaustive, "environment": pytest.mark.exhaustive}
+LATER = {"generate": pytest.mark.slow, "environment": pytest.mark.exhaustive}
 
 
 @pytest.mark.shows("TRL", "`tools` and `environment_factory`")
@@ -65,7 +64,6 @@ def test_gradients_are_those_of_sampled_tokens_under_the_routes_of_their_turns(s
     chosen = {
         "generate": {},
         "environment": {"tools": (), "environment_factory": Counter},
-        "engine": {"rollout_func": rollout_with(engine)},
         "branches": {"rollout_func": branching(engine), "tools": ()},
     }[source]
     trainer = trained(folder, model=model, max_completion_length=100, **chosen)
@@ -149,11 +147,10 @@ def test_rows_log_probs_and_cuts_of_turns_by_hand(spec):
     ("second", "final", "error", "message"),
     [
         ([[5, 6, 8, 20, 30]], [5, 6, 7, 20, 30], BatchMismatchError, "the beginning of none of the 1 sequences"),
-        ([[5, 6, 7, 20, 30]] * 2, [5, 6, 7, 20, 30], BatchMismatchError, "sequence 1 of a turn"),
         ([], [5, 6, 7, 20, 30], BatchMismatchError, "trains on 5 tokens of sequence 0, and .* end at 3"),
         (None, [5, 6, 7], ReplayError, "past _generate_single_turn"),
     ],
-    ids=["other-tokens", "twice", "missing", "no-turn"],
+    ids=["other-tokens", "missing", "no-turn"],
 )
 def test_turns_of_other_tokens_are_refused(second, final, error, message, spec):
     turns = [] if second is None else [turn_of(spec, 0, [[5, 6]], [[7]])]

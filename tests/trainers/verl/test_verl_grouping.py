@@ -1,7 +1,6 @@
 """Gradients of verl's own losses, by which sequences share a micro-batch: in float64, for every loss that it has."""
 
 from functools import partial
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -19,12 +18,10 @@ from verl.trainer.ppo.core_algos import POLICY_LOSS_REGISTRY
 from verl.utils import tensordict_utils as tu
 from verl.workers.config import McoreActorConfig
 from verl.workers.config.actor import PolicyLossConfig
-from verl.workers.engine.utils import prepare_micro_batches
 from verl.workers.utils.losses import ppo_loss
 from verl.workers.utils.padding import left_right_2_no_padding
 
 from foreroute.errors import ConfigError
-from foreroute.trainers.verl.megatron import MegatronPasses
 from foreroute.trainers.verl.settings import grouping_refusals, require_regroupable
 from tests.trainers.verl.verl_batches import padded, sequences
 
@@ -108,30 +105,10 @@ def test_losses_whose_gradients_do_are_refused_by_name(named):
     assert named in text
 
 
-@pytest.mark.parametrize(
-    ("settings", "named"),
-    [
-        ({"use_dynamic_bsz": False, "micro_batch_size_per_gpu": 4}, "use_dynamic_bsz"),
-        ({"max_token_len_per_gpu": 40, "force_group_size": 2}, "force_group_size"),
-    ],
-)
-def test_micro_batches_that_verl_keeps_together_are_refused(settings, named):
-    passes = SimpleNamespace(_packs_by_routes=True, _has_routes=True)
-    td = batch(jagged=False)
-    tu.assign_non_tensor(td, **settings)
-    with pytest.raises(ConfigError, match=named):
-        MegatronPasses._prepare(passes, prepare_micro_batches, data=td)
-
-
 def test_losses_of_routers_over_micro_batches_are_refused():
     made = partial(TransformerConfig, num_layers=1, hidden_size=8, num_attention_heads=1, num_moe_experts=4)
-    off = {"moe_router_load_balancing_type": "none", "moe_aux_loss_coeff": 0.01}
-    require_regroupable(made(**off))
+    require_regroupable(made(moe_router_load_balancing_type="none", moe_aux_loss_coeff=0.01))
     several = {"moe_router_load_balancing_type": ["seq_aux_loss", "aux_loss"], "moe_aux_loss_coeff": [0.0, 0.1]}
-    for given, words in (
-        (off | {"moe_router_load_balancing_type": "seq_aux_loss"}, "and seq_aux_loss of"),
-        (several, "and aux_loss of"),
-        (off | {"moe_z_loss_coeff": 1e-3}, "moe_z_loss_coeff"),
-    ):
+    for given, words in ((several, "and aux_loss of"), ({"moe_z_loss_coeff": 1e-3}, "moe_z_loss_coeff")):
         with pytest.raises(ConfigError, match=words):
             require_regroupable(made(**given))

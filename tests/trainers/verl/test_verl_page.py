@@ -47,19 +47,15 @@ def test_verl_reads_the_lines_of_megatron_as_meant():
     _, lines = lines_of_page()
     names = {line.partition("=")[0] for line in demo_cluster.SETTINGS + demo_cluster.MEGATRON}
     assert {line.partition("=")[0] for line in lines} <= names
-    for overrides, redundant_slots in (
-        (lines, 2),
-        ([*lines, "+actor_rollout_ref.actor.megatron.redundant_slots=4"], 4),
-    ):
-        with initialize_config_module("verl.trainer.config", version_base=None):
-            config = compose("ppo_trainer", overrides=[*OTHERWISE, *overrides])
-        actor = omega_conf_to_dataclass(config.actor_rollout_ref.actor)
-        assert isinstance(actor.engine, PlanningMegatronConfig)
-        assert (actor.engine.strategy, replay_of(actor.engine)) == ("megatron", "R3")
-        assert (actor.engine.redundant_slots, actor.engine.hardware) == (redundant_slots, "h100")
-        # the reference is left alone
-        assert config.actor_rollout_ref.ref.megatron["_target_"] == "verl.workers.config.McoreEngineConfig"
-        assert config.actor_rollout_ref.ref.megatron.router_replay.mode == "disabled"
+    with initialize_config_module("verl.trainer.config", version_base=None):
+        config = compose("ppo_trainer", overrides=[*OTHERWISE, *lines])
+    actor = omega_conf_to_dataclass(config.actor_rollout_ref.actor)
+    assert isinstance(actor.engine, PlanningMegatronConfig)
+    assert (actor.engine.strategy, replay_of(actor.engine)) == ("megatron", "R3")
+    assert (actor.engine.redundant_slots, actor.engine.hardware) == (2, "h100")
+    # the reference is left alone
+    assert config.actor_rollout_ref.ref.megatron["_target_"] == "verl.workers.config.McoreEngineConfig"
+    assert config.actor_rollout_ref.ref.megatron.router_replay.mode == "disabled"
 
 
 def lines_of_page():

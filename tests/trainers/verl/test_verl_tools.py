@@ -24,12 +24,9 @@ from vllm.logprobs import Logprob
 from vllm.outputs import CompletionOutput, RequestOutput, SamplingMask
 
 from examples.trl.tiny import chat_tokenizer, look_up
-from foreroute.errors import CaptureError, ReplayError
-from foreroute.trainers.verl import trace_of
-from foreroute.trainers.verl.packed_batch import require_routed
 from tests.trainers.given_experts import differing, drawn_anew, native, watched
 from tests.trainers.verl.test_verl_data import agent_loop_batch
-from tests.trainers.verl.verl_batches import SPEC, telling_routes
+from tests.trainers.verl.verl_batches import telling_routes
 from tests.trainers.verl.verl_book import Book
 from tests.trainers.verl.verl_engines import make, old_log_probs, tensordict
 
@@ -137,22 +134,6 @@ async def looped(client, *, response_length, kind=ToolAgentLoop):
         tools=ToolListWrap([FunctionTool("look_up", look_up, schema)]),
     )
     return await loop.run({"logprobs": True}, raw_prompt=[{"role": "user", "content": "how many"}])
-
-
-@pytest.mark.parametrize(
-    ("routed", "error", "message"),
-    [
-        (lambda request: request < 2, ReplayError, "has no route at position"),
-        (lambda request: False, CaptureError, "no 'routed_experts'"),
-    ],
-    ids=["last-turn-without", "no-turn-with"],
-)
-def test_turns_without_routes_are_refused(routed, error, message):
-    routes = lambda tokens, request: routes_of(tokens, request) if routed(request) else None  # noqa: E731
-    output = asyncio.run(looped(client_of(Engine([CALL, CALL, "and so"], routes=routes)), response_length=400))
-    batch = asyncio.run(agent_loop_batch([output], (WIDTHS[0], 400)))
-    with pytest.raises(error, match=message):
-        require_routed(trace_of(batch, model=SPEC), batch)
 
 
 @pytest.mark.shows("verl, FSDP engine", "agent loop with tools")

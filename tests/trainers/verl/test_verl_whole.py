@@ -24,30 +24,6 @@ import demo_cluster
 
 ACTOR, MODEL = "actor_rollout_ref.actor", "actor_rollout_ref.model"
 MEGATRON = f"{ACTOR}.megatron"
-PACKED = [
-    f"{MODEL}.external_lib=[tests.trainers.verl.fsdp_on_cpu,foreroute.trainers.verl.fsdp]",
-    f"{MODEL}.override_config.attn_implementation=packed_on_cpu",
-    f"{MODEL}.use_remove_padding=True",
-]
-KINDS = {
-    "FSDP1": ("fsdp2", "float32", 1e-9, [*PACKED, f"{ACTOR}.strategy=fsdp"]),
-    "Ulysses": ("fsdp2", "float32", 1e-9, [*PACKED, f"{ACTOR}.fsdp_config.ulysses_sequence_parallel_size=2"]),
-    "tensor, sequence and expert": ("megatron", "bfloat16", 2e-3, [f"{MEGATRON}.tensor_model_parallel_size=2"]),
-    "context and expert": ("megatron", "bfloat16", 2e-3, [f"{MEGATRON}.context_parallel_size=2"]),
-    "pipeline, in virtual stages": (
-        "megatron",
-        "bfloat16",
-        2e-3,
-        [
-            f"{MEGATRON}.pipeline_model_parallel_size=2",
-            f"{MEGATRON}.virtual_pipeline_model_parallel_size=2",
-            f"{MEGATRON}.expert_model_parallel_size=1",
-            # two stages share no experts: there is nothing to plan
-            f"{MEGATRON}._target_=verl.workers.config.McoreEngineConfig",
-        ],
-    ),
-}
-"""Engine, precision, k3 below which two sides hold the same weights, and settings, on two ranks."""
 ROLLOUT = "actor_rollout_ref.rollout"
 CUT = [
     f"{ROLLOUT}.top_p=0.7",
@@ -94,10 +70,6 @@ def stop(process):
     except subprocess.TimeoutExpired:
         process.kill()
         process.wait()
-
-
-def mean_k3(steps):
-    return np.mean([values["k3"] for values in steps.values()])
 
 
 def last_checkpoint(folder):
@@ -163,20 +135,6 @@ def killing(process, folder, *, after):
     return overdue
 
 
-def test_replay_takes_away_half_of_the_mismatch_of_a_rollout_in_bfloat16(tmp_path, policy):
-    found = {}
-    for replay in ("disabled", "R3"):
-        folder = tmp_path / replay
-        assert run(folder, policy, precision="bfloat16", replay=replay) == 0, demo_cluster.tail(folder)
-        found[replay] = demo_cluster.metrics(folder)
-        assert list(found[replay]) == [1, 2, 3, 4]
-        different, compared = demo_cluster.differing_weights(folder, policy)
-        assert (different, compared) == ([], 5 * demo_cluster.RANKS * num_tensors(policy))
-    assert all(values["disagreement"] == 0 for values in found["R3"].values())
-    assert all(values["disagreement"] > 0.01 for values in found["disabled"].values())
-    assert mean_k3(found["R3"]) < 0.5 * mean_k3(found["disabled"])
-
-
 def test_a_sync_that_leaves_the_experts_without_their_weights_ends_the_run(tmp_path, policy):
     code = run(
         tmp_path,
@@ -194,22 +152,6 @@ def test_a_sync_that_leaves_the_experts_without_their_weights_ends_the_run(tmp_p
     assert demo_cluster.metrics(tmp_path) == {}  # before anything was learned from it
     different, _ = demo_cluster.differing_weights(tmp_path, policy)
     assert {name.split(".mlp.")[1] for _, _, name in different} == {"experts.gate_up_proj", "experts.down_proj"}
-
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_each_kind_of_parallelism_replays_the_routes_and_syncs_the_weights_of_a_whole_run(tmp_path, kind):
-    engine, precision, below, overrides = KINDS[kind]
-    policy, folder = tmp_path / "policy", tmp_path / "run"
-    demo_cluster.prepare(policy, engine, num_hidden_layers=4)
-    overrides = [*overrides, "trainer.total_training_steps=2"]
-    ended = run(folder, policy, precision=precision, replay="R3", engine=engine, overrides=overrides)
-    assert ended == 0, demo_cluster.tail(folder)
-    found = demo_cluster.metrics(folder)
-    assert list(found) == [1, 2]
-    for values in found.values():
-        assert values["disagreement"] == 0
-        assert values["k3"] < below
-    assert demo_cluster.differing_weights(folder, policy) == ([], 3 * demo_cluster.RANKS * num_tensors(policy))
 
 
 @pytest.mark.parametrize(
