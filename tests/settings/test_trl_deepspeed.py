@@ -2,7 +2,6 @@
 
 from contextlib import closing
 
-import numpy as np
 import pytest
 import torch
 from peft import LoraConfig
@@ -29,25 +28,6 @@ ALL_AT_ONCE = {
 dealt out."""
 
 
-class Drawn:
-    """A `rollout_func` whose tokens and routes hang on the prompt alone. `routes` is by tokens, as a `Book` has it."""
-
-    def __init__(self):
-        self.routes = {}
-
-    def __call__(self, prompts, trainer):
-        prompt_ids = [trainer.processing_class(prompt)["input_ids"] for prompt in prompts]
-        completions, routes = [], []
-        for number, prompt in enumerate(prompt_ids):
-            rng = np.random.default_rng([*prompt, prompt_ids[:number].count(prompt)])
-            completions.append(rng.integers(2, 200, rng.integers(2, 10)).tolist())
-            shape = (len(prompt) + len(completions[-1]) - 1, 3, 8)
-            routes.append(np.argsort(rng.random(shape), axis=-1)[..., :2])
-            self.routes[tuple(prompt + completions[-1])] = routes[-1]
-        logprobs = [[-3.0] * len(completion) for completion in completions]
-        return {"prompt_ids": prompt_ids, "completion_ids": completions, "logprobs": logprobs, "routed_experts": routes}
-
-
 def train(folder, *, saved=None, replay="R3", samples=False, **settings):
     """The policy at the end, what the run logs, and whether its updates followed the routes.
 
@@ -59,6 +39,7 @@ def train(folder, *, saved=None, replay="R3", samples=False, **settings):
     from foreroute.engines.embedded import EmbeddedEngine
     from foreroute.trainers.trl import rollout_with
     from tests.trainers.given_experts import follows, watched
+    from tests.trainers.trl.routes_book import Drawn
     from tests.trainers.trl.tools_runs import told_apart
 
     model, drawn = policy(), Drawn()

@@ -1,19 +1,14 @@
 """Sums of a trainer on a device that counts waits of the host, against the measures on the host."""
 
-from types import SimpleNamespace
-
 import numpy as np
 import pytest
 import torch
 
 from foreroute.errors import InputError
 from foreroute.mismatch import token_mismatch
-from foreroute.replay import ReplayCounts
 from foreroute.testing.counting_device import DEVICE, other_device
-from foreroute.trainers import mismatch_sums
 from foreroute.trainers.mismatch_sums import MismatchSums
 
-UNTOUCHED = SimpleNamespace(listening=lambda *_: None)
 AT_ONCE = lambda sums: sums  # noqa: E731  of one process
 
 
@@ -54,8 +49,7 @@ def test_tokens_are_compared_on_the_device_and_read_once():
     }
 
 
-@pytest.mark.parametrize(("side", "name"), [(0, "the rollout"), (1, "the trainer")])
-@pytest.mark.parametrize("value", [np.inf, 0.5])
+@pytest.mark.parametrize(("side", "name", "value"), [(0, "the rollout", np.inf), (1, "the trainer", 0.5)])
 def test_a_log_prob_that_is_none_is_refused_where_it_counts(side, name, value):
     sums, part = MismatchSums(), drawn(0)
     part[side][2, 4] = value
@@ -65,35 +59,4 @@ def test_a_log_prob_that_is_none_is_refused_where_it_counts(side, name, value):
         if not counts:
             assert sums.flush(AT_ONCE)
     with pytest.raises(InputError, match=f"log-probs of {name} hold 1 numbers"):
-        sums.flush(AT_ONCE)
-
-
-class Counted(ReplayCounts):
-    """Ten rows in three layers, of which three decisions differ, in two rows."""
-
-    sums = property(lambda self: dict(zip(self.NAMES, torch.tensor([10, 2, 30, 3, 6]), strict=True)))
-
-
-def test_counts_of_passes_are_added_over_ranks_by_what_their_pass_is(monkeypatch):
-    sums = MismatchSums()
-    sums.counting(UNTOUCHED, update=False)  # no pass
-    assert not sums.flush(AT_ONCE)
-    monkeypatch.setattr(mismatch_sums, "ReplayCounts", Counted)
-    sums.counting(UNTOUCHED, update=False)
-    assert sums.flush(AT_ONCE) == {"mismatch/disagreement": 0.1, "mismatch/disagreement_tokens": 0.2}
-    sums.has_old_pass = True
-    sums.counting(UNTOUCHED, update=True)
-    sums.reduce_routes(lambda sums: 2 * sums)  # of two ranks that share rows: all of them
-    sums.compare_tokens(*map(torch.from_numpy, drawn(0)))
-    logs = sums.flush(lambda sums: 3 * sums)
-    assert logs["mismatch/native_disagreement"] == 0.2
-    assert "mismatch/disagreement" not in logs
-
-
-def test_a_count_that_no_metric_is_made_of_is_refused(monkeypatch):
-    monkeypatch.setattr(ReplayCounts, "NAMES", ("lines", *ReplayCounts.NAMES[1:]))
-    monkeypatch.setattr(mismatch_sums, "ReplayCounts", Counted)
-    sums = MismatchSums()
-    sums.counting(UNTOUCHED, update=False)
-    with pytest.raises(InputError, match=r"metric.*lines"):
         sums.flush(AT_ONCE)

@@ -11,10 +11,9 @@ from transformers.processing_utils import ProcessorMixin
 
 from examples.trl.tiny import tokenizer
 from foreroute.core.hooks import overridden
-from foreroute.errors import BatchMismatchError, ConfigError
+from foreroute.errors import BatchMismatchError
 from foreroute.trace import PIXELS
 from foreroute.trainers.trl import GRPOTrainer
-from foreroute.trainers.trl.rollout import cut_batch
 from tests.trainers import vision_language
 from tests.trainers.given_experts import watched
 from tests.trainers.trl.trl_runs import config, logged
@@ -147,35 +146,3 @@ def test_an_update_on_another_image_is_refused(folder):
         patch.setattr(GRPOTrainer, "_compute_loss", painted_over)
         with pytest.raises(BatchMismatchError, match=r"pixels.*another"):
             trained(folder, "R3")
-
-
-def test_a_part_of_a_batch_has_the_images_of_its_sequences():
-    grids = torch.tensor([[1, 2, 4], [1, 2, 2], [1, 4, 4]])
-    options = {
-        "pixel_values": torch.repeat_interleave(torch.arange(3), grids.prod(1))[:, None],
-        "image_grid_thw": grids,
-        "num_images": [2, 0, 1, 0],
-        "mm_token_type_ids": torch.arange(4)[:, None],
-        "num_tiles": None,
-        "compute_entropy": True,
-    }
-    ids = torch.zeros(4, 2)
-    (whole,) = cut_batch(ids, ids, options, None)
-    assert whole.options is options
-    parts = [*cut_batch(ids, ids, options, 2), *cut_batch(ids, ids, options, 3)]
-    for part, images in zip(parts, ([0, 1], [2], [0, 1, 2], []), strict=True):
-        given = part.options
-        assert torch.equal(given["mm_token_type_ids"], options["mm_token_type_ids"][part.rows])
-        assert given["compute_entropy"]
-        if images:
-            assert torch.equal(given["image_grid_thw"], grids[images])
-            assert given["pixel_values"].unique().tolist() == images
-            assert len(given["pixel_values"]) == grids[images].prod(1).sum()
-            assert given["num_images"] == options["num_images"][part.rows]
-        else:
-            assert given["pixel_values"] is given["image_grid_thw"] is given["num_images"] is None
-    with pytest.raises(ConfigError, match=r"batch.*image_sizes"):
-        cut_batch(ids, ids, options | {"image_sizes": torch.zeros(3, 2)}, 2)
-    options["image_grid_thw"] = None
-    with pytest.raises(ConfigError, match=r"batch.*pixel_values"):
-        cut_batch(ids, ids, options, 2)

@@ -42,9 +42,4 @@ def test_turns_of_a_real_vllm_train_exactly_the_sampled_tokens_under_their_route
     assert found["disagreement"] == [0.0]
     assert found["k3"][0] < 1e-9
     assert found["gradients"] < 1e-3
-
-
-@pytest.mark.exhaustive
-def test_routes_of_a_real_vllm_in_bfloat16_are_those_that_are_replayed(run):
-    assert run("R3", "bfloat16")["disagreement"] == [0.0]
     assert run("none", "bfloat16")["disagreement"][0] > 0.005  # the control

@@ -6,8 +6,6 @@ import numpy as np
 import pytest
 import torch
 import trl
-from trl.generation.vllm_client import VLLMClient
-from trl.trainer import utils
 
 from examples.trl.tiny import look_up, policy
 from foreroute.costs import hardware_preset
@@ -61,16 +59,13 @@ def stale(model):
 REFUSED = {
     # settings; under "source", what gives a rollout_func of the model
     "mode": ({"replay": "R4"}, ConfigError, "expected one of 'none', 'R2', 'R3'"),
-    "plans": ({"replay": "none", "topology": TOPOLOGY}, ConfigError, "which are made of replayed routes; take replay="),
     "not spread": ({"topology": TOPOLOGY}, AttachError, 'ep_implementation="foreroute'),
-    "no rollout's": ({"sentinel": "drop", "replay": "none"}, ConfigError, "sentinel='drop'"),
     "no old pass to stop in": ({"sentinel": "stop", **NO_OLD_PASS}, ReplayError, r"sentinel='stop'.*log-probs"),
     "no old pass": ({"replay": "R2", **NO_OLD_PASS}, ReplayError, r"nothing.*replay"),
     "own step": ({"kind": OwnStep}, ReplayError, "a training step without"),
     "no numbers": ({"kind": bringing(lambda rows: None)}, ReplayError, "foreroute_rows"),
     "other sequence": ({"kind": OF_ANOTHER_SEQUENCE}, BatchMismatchError, r"the sequences \[1, 0\] of the trace"),
     "rollout before": ({"kind": bringing(lambda rows: rows - torch.tensor([1, 0]))}, ReplayError, r"rollouts \[0\]"),
-    "shuffled": ({"source": returned(lambda routes: [*routes[1:], routes[0]])}, CaptureError, "rows for"),
     "too few": ({"source": returned(lambda routes: routes[:-1])}, ReplayError, "7 'routed_experts' for 8"),
     "zeros": ({"source": returned(lambda routes: list(map(np.zeros_like, routes)))}, CaptureError, "sequence 0"),
     "other weights": ({"source": stale}, StaleTraceError, r"versions \[7\].*rollout.*0"),
@@ -109,39 +104,28 @@ def processes(number, fsdp_version=2):
     return SimpleNamespace(num_processes=number, state=SimpleNamespace(fsdp_plugin=plugin))
 
 
-TWO = {"accelerator": processes(2), "use_vllm": True}
-HEAD, POST = (utils, "add_fused_lm_head"), (VLLMClient, "_post")
-UNSUPPORTED = {
-    # what of a trainer is changed, of which all but the last is supported; what its TRL lacks; what is said
-    "FSDP1": ({"accelerator": processes(1, fsdp_version=1)}, None, "fsdp_version: 2"),
-    "server": ({"vllm_mode": "server", "use_vllm": True}, POST, r"'server' is not replayed before TRL 1\.11"),
-    "liger": ({"use_liger_kernel": True}, HEAD, r"use_liger_kernel is not replayed before TRL 1\.15"),
-    "tools, server of two": (TWO | {"vllm_mode": "server", "tools": [look_up]}, None, "in equal shares"),
-}
-
-
 @pytest.mark.shows("TRL", "FSDP1", refused="`accelerate` runs it on GPUs alone, where nobody tested it")
 @pytest.mark.shows(
     "TRL",
     "tools with a `rollout_func` of one's own, or with a vLLM that serves several processes",
     refused="TRL samples those turns, or deals them out, otherwise",
 )
-@pytest.mark.parametrize("name", UNSUPPORTED)
-def test_what_was_never_tested_and_what_older_releases_do_otherwise_is_refused(name, folder, monkeypatch):
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"accelerator": processes(1, fsdp_version=1)}, "fsdp_version: 2"),
+        (
+            {"accelerator": processes(2), "use_vllm": True, "vllm_mode": "server", "tools": [look_up]},
+            "in equal shares",
+        ),
+    ],
+)
+def test_what_was_never_tested_is_refused(changes, message, folder, monkeypatch):
     """test_trl_same.py has tools with a `rollout_func`."""
-    changes, lacking, message = UNSUPPORTED[name]
-    if name == "tools, server of two" and not hasattr(*POST):
-        pytest.skip("this TRL asks a server of its own")
     trainer = make(folder)
     monkeypatch.setattr(trainer, "accelerator", processes(1))
-    if lacking is not None:
-        monkeypatch.delattr(*lacking, raising=False)
-    for number, (setting, value) in enumerate(changes.items(), start=1):
-        if number == len(changes):
-            require_supported(trainer, "R3")
-        place = trainer.args if setting == "use_liger_kernel" else trainer
-        monkeypatch.setattr(place, setting, value, raising=False)
-    if "tools" in name:
-        require_supported(trainer, "R2")
+    require_supported(trainer, "R3")
+    for setting, value in changes.items():
+        monkeypatch.setattr(trainer, setting, value)
     with pytest.raises(ConfigError, match=message):
         require_supported(trainer, "R3")

@@ -46,17 +46,12 @@ OPTIONS = {
     "sapo": {"loss_type": "sapo", "mask_truncated_completions": True, "model": agent, "max_completion_length": 40},
     "luspo": {"loss_type": "luspo", "importance_sampling_level": "sequence"} | AUTOCAST,
     "vespo": {"loss_type": "vespo", **NO_AUXILIARY},
-    "entropy": {"entropy_coef": 0.01, "use_adaptive_entropy": True, "pad_to_multiple_of": 8},
-    "compiled": {"torch_compile": True, "torch_compile_backend": "eager", "max_steps": 2},
     "environment": {"run": tools_runs.trained, "model": agent, "tools": (), "environment_factory": tools_runs.Counter},
 }
 
 BY_DAY = ("one-update", "tools", "grpo, reference", "dr_grpo, lora", "environment")
-BY_NIGHT = ("bnpo", "cispo", "sapo", "luspo", "vespo", "entropy", "compiled")
-"""They differ in what TRL alone computes, or test_trl_kernels.py and test_trl_passes.py have them by day."""
-
-if not hasattr(trl.GRPOConfig, "entropy_coef"):  # before TRL 1.8
-    del OPTIONS["entropy"]
+BY_NIGHT = ("bnpo", "cispo", "sapo", "luspo", "vespo")
+"""They differ in what TRL alone computes."""
 
 
 def run_of(folder, *, run=trained, kind=trl.GRPOTrainer, model=None, rollout_func=None, **settings):

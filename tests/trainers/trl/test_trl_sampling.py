@@ -12,7 +12,6 @@ from transformers.generation import logits_process as of
 from examples.trl.tiny import policy
 from foreroute.errors import ConfigError
 from foreroute.trace import SAMPLING
-from foreroute.trainers.trl import rollout_with
 from foreroute.trainers.trl.settings import LEAVING_OUT
 from tests.tiers import grid
 from tests.trainers.trl.test_trl_masks import SCORES_ON_SETS
@@ -135,36 +134,3 @@ def test_cuts_by_settings_and_generation_kwargs_bring_the_masks_of_a_colocated_v
             trainer = trained(folder, replay=replay, max_steps=1, **settings)
             k3[replay] = logged(trainer, "mismatch/k3")[0]
     assert k3["R3"] < 1e-3 < 1e-1 < k3["none"]
-
-
-def test_a_resumed_run_draws_the_random_numbers_of_its_step_and_not_those_of_the_first(folder, monkeypatch):
-    """Each process begins anew, with the step that its trainer stands at."""
-
-    class Drawn(Exception):  # noqa: N818
-        pass
-
-    class Notes:
-        """An engine that gives away the next random number."""
-
-        weight_version = None
-
-        def load_weights(self, state, version):
-            pass
-
-        def generate(self, prompts, sampling, generator):
-            raise Drawn(torch.rand(1, generator=generator).item())
-
-    trainer = make(folder)
-
-    def drawn(sample, step):
-        trainer.state.global_step = step
-        with pytest.raises(Drawn) as found:
-            sample(["a"], trainer)
-        return found.value.args[0]
-
-    run, resumed = rollout_with(Notes()), rollout_with(Notes())
-    numbers = [drawn(run, step) for step in (0, 1, 1, 2)]
-    assert len(set(numbers)) == 4, "two rollouts of one step have other numbers too"
-    assert [drawn(resumed, step) for step in (1, 1, 2)] == numbers[1:]
-    monkeypatch.setattr(type(trainer.accelerator), "process_index", 1)
-    assert drawn(rollout_with(Notes()), 2) != numbers[3]

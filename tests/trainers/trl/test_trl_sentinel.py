@@ -117,7 +117,7 @@ def test_a_process_that_cannot_judge_ends_all(folder, monkeypatch):
     with pytest.raises(ReplayError, match="no rows"):
         trainer(folder, **TWICE).train()
     monkeypatch.undo()
-    # of two processes, the other one could not
+    # the other one of two processes could not
     add = TrainerPassController._over_processes
     monkeypatch.setattr(TrainerPassController, "_over_processes", lambda self, sums: add(self, sums) + 1)
     with pytest.raises(RankError, match=r"another rank.*log"):

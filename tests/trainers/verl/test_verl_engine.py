@@ -42,20 +42,6 @@ def engine(group, folder, book):
     return engine
 
 
-def test_a_rollout_without_the_weights_of_a_layers_experts_ends_the_run_before_it_learns(group, folder):
-    book = Book(folder)
-    engine = make(folder, "R3")
-    old_log_probs(engine, tensordict(book.batch()))
-    experts = book.model.model.layers[1].mlp.experts
-    with torch.no_grad():  # values that are right, and in wrong places
-        experts.down_proj.copy_(experts.down_proj.flatten().roll(7).reshape(experts.down_proj.shape))
-    book.sampled = [
-        logprobs[-len(response) :].numpy() for (_, response), logprobs in zip(book.pairs, book.replayed(), strict=True)
-    ]
-    with pytest.raises(EngineError, match=r"\S+.*Weights.*arrive"):
-        old_log_probs(engine, tensordict(book.batch()))
-
-
 def test_a_rollout_that_is_mixed_up_behind_the_first_is_in_the_log(group, folder, caplog, monkeypatch):
     monkeypatch.setattr(weights_check, "K3_LIMIT", 10)  # which such a rollout is beyond, too
     caplog.set_level("WARNING")  # of which importing vLLM makes an error
@@ -178,9 +164,6 @@ def test_an_engine_that_has_no_replay_is_refused_where_one_or_masks_are_asked_fo
     masked = SimpleNamespace(external_lib=["one", MASKS])
     with pytest.raises(ConfigError, match=r"Elsewhere.*masks"):
         EngineRegistry.new("language_model", "elsewhere", engine_config=plain, model_config=masked)
-    Elsewhere.replays_routes = True
-    made = EngineRegistry.new("language_model", "elsewhere", engine_config=asks, model_config=masked)
-    assert made.engine_config is asks
 
 
 def test_a_release_that_lacks_a_hook_is_refused_by_name(monkeypatch):

@@ -1,12 +1,10 @@
 """Sampling masks of verl's rollouts: from vLLM's answer through verl's server, client and agent loop, and scored."""
 
-import asyncio
 import copy
 import importlib
 import sys
 from dataclasses import replace
 
-import numpy as np
 import pytest
 import torch
 
@@ -15,22 +13,12 @@ pytest.importorskip("verl", reason="there is no verl in this environment: run `m
 from examples.verl import verl_on_cpu  # noqa: F401, I001  before verl, in spawned processes too
 from hydra import compose, initialize_config_module
 from verl.experimental.agent_loop.agent_loop import AgentLoopBase
-from verl.experimental.agent_loop.single_turn_agent_loop import SingleTurnAgentLoop
-from verl.experimental.agent_loop.tool_agent_loop import ToolAgentLoop
-from verl.utils import tensordict_utils as tu
-from verl.utils.seqlen_balancing import rearrange_micro_batches
 from verl.workers.config import HFModelConfig
-from verl.workers.rollout.llm_server import FullyAsyncLLMServerClient, LLMServerClient
-from verl.workers.utils.padding import left_right_2_no_padding
+from verl.workers.rollout.llm_server import LLMServerClient
 
 from foreroute.errors import BatchMismatchError, EngineError, ReplayError
-from foreroute.trainers.verl import trace_of
-from foreroute.trainers.verl.packed_batch import PackedBatch, PackedRoutes, require_routed
 from foreroute.trainers.verl.settings import MASKS
 from tests.trainers.verl.masked_book import TEMPERATURE, Scores, require_learned, require_scored
-from tests.trainers.verl.test_verl_data import agent_loop_batch
-from tests.trainers.verl.test_verl_tools import CALL, WIDTHS, Engine, client_of, drawn_from, looped, routes_of
-from tests.trainers.verl.verl_batches import SPEC
 from tests.trainers.verl.verl_engines import make, mean_log_prob, old_log_probs, on_cpu, tensordict
 from tests.trainers.verl.verl_ranks import run
 
@@ -141,84 +129,6 @@ def score(folder):
         engine = masked(folder, ulysses_sequence_parallel_size=2, pad_to_length=True, pad_to_length_bucket=16)
         log_probs, _ = old_log_probs(engine, tensordict(scores.batch(), temperature=TEMPERATURE))
         return log_probs, learned(engine, scores)[0]
-
-
-ASKS = {
-    "one turn, cut": (SingleTurnAgentLoop, ["a long text that is cut"], 7, 1, True),
-    "turns with a tool": (ToolAgentLoop, [CALL, CALL, "and so"], 400, 3, False),
-    "cut in the second turn": (ToolAgentLoop, [CALL, "a long text"], 95, 2, True),
-    "stopped twice": (ToolAgentLoop, [CALL, "and so"], 400, 4, False),
-}
-STOPS = (None, 3, 0)
-"""Weights may change while a request of asynchronous rollouts is stopped."""
-
-
-def expected_of(answers, response_length):
-    """By what the engine was asked and answered: tokens, their sets, log-probs of the response, and the rows known."""
-    prompt, tokens, sets, logprobs, rows = len(answers[0][0]), list(answers[0][0]), [[]] * len(answers[0][0]), [], []
-    for request, (asked, response) in enumerate(answers):
-        assert asked[: len(tokens)] == tokens
-        if len(asked) > len(tokens):
-            rows = []  # verl keeps those of the last turn, which has a row for each token of the turns before it
-        known = routes_of(asked + response, request)
-        rows = [*rows, *known[len(rows) :]]  # rows of a part that was stopped are of its own weights
-        between = len(asked) - len(tokens)
-        tokens = asked + response
-        sets += [[]] * between + [drawn_from(tokens[p], p) for p in range(len(asked), len(tokens))]
-        logprobs += [0.0] * between + [-1.0 - request] * len(response)
-    kept = prompt + response_length
-    return tokens[:kept], [*sets[1:kept], []], logprobs[:response_length], np.array(rows)[:kept, 1:]
-
-
-@pytest.mark.parametrize("name", ASKS)
-def test_each_token_has_its_row_and_a_sampled_one_its_set_through_verls_server_client_and_agent_loop(
-    name, masks, monkeypatch
-):
-    """Beside another conversation at the same time, in the batch of either trainer of verl."""
-    kind, texts, response_length, requests, is_cut = ASKS[name]
-    monkeypatch.setattr("verl.workers.rollout.llm_server.asyncio.sleep", lambda _: nothing())
-    client, stops = (FullyAsyncLLMServerClient, STOPS) if "stopped" in name else (LLMServerClient, ())
-    engines = [Engine(texts, stops=stops), Engine(["another"])]
-
-    async def at_once():
-        talks = [looped(client_of(each, client), response_length=response_length, kind=kind) for each in engines]
-        outputs = await asyncio.gather(*talks)
-        return outputs, await agent_loop_batch(outputs, (WIDTHS[0], response_length))
-
-    outputs, batch = asyncio.run(at_once())
-    assert [len(engine.answers) for engine in engines] == [requests, 1]
-    expected = [expected_of(engine.answers, response_length) for engine in engines]
-    fields = []
-    for output, (tokens, _, logprobs, _) in zip(outputs, expected, strict=True):
-        assert output.response_logprobs == logprobs
-        fields.append(output.as_dict() | {"input_ids": torch.tensor(tokens)})
-    assert (len(expected[0][3]) == len(expected[0][0])) == is_cut
-    legacy = left_right_2_no_padding(batch.to_tensordict())
-    newer = tu.list_of_dict_to_tensordict(fields)
-    for key in ("input_ids", "responses", "response_mask"):  # also where all are of one length
-        newer[key] = torch.nested.as_nested_tensor([each[key] for each in fields], layout=torch.jagged)
-    for td in (legacy, newer):
-        for part, numbers in zip(*rearrange_micro_batches(td, max_token_len=500), strict=True):
-            counts, ids = masks.packed_sets(part)
-            ends = counts.cumsum()
-            found = [sorted(ids[a:b].tolist()) for a, b in zip(ends - counts, ends, strict=True)]
-            assert found == [each for number in numbers for each in expected[number][1]]
-    for form in (batch, legacy):
-        trace, packed = trace_of(form, model=SPEC), PackedBatch(form)
-        for s, (tokens, sets, _, rows) in enumerate(expected):
-            own = slice(*trace.offsets[s : s + 2])
-            assert trace.tokens(s).tolist() == tokens
-            assert trace.valid_N[own].tolist() == [p < len(rows) for p in range(len(tokens))]
-            assert np.array_equal(trace.expert_ids_NLK[own][: len(rows)], rows)
-            assert packed.trained_N[own].tolist() == [False, *map(bool, sets[:-1])]
-        require_routed(trace, form)
-    there = PackedRoutes(PackedBatch(legacy), SPEC, lambda: pytest.fail("refused")).trace()
-    assert np.array_equal(there.valid_N, trace.valid_N)
-    assert np.array_equal(there.expert_ids_NLK, trace.expert_ids_NLK)
-
-
-async def nothing():
-    return None
 
 
 def test_vllm_is_asked_for_masks_by_the_line_that_the_module_names(masks):

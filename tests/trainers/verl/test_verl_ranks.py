@@ -16,7 +16,7 @@ from examples.verl import verl_on_cpu  # noqa: F401  before verl, in other proce
 from foreroute.errors import RankError, ReplayError
 from foreroute.mismatch import Sentinel
 from tests.trainers.given_experts import follows, watched
-from tests.trainers.verl.verl_book import Book, noting_roots, root_rows
+from tests.trainers.verl.verl_book import Book
 from tests.trainers.verl.verl_engines import full_weights, make, old_log_probs, on_cpu, tensordict, update
 from tests.trainers.verl.verl_ranks import run_each
 
@@ -59,7 +59,7 @@ def found(folder):
 def of_patch(folder, patched):
     """What ranks of verl's own did."""
     settings = {name: SETTINGS[name] for who, name in PATHS if who == "patch"}
-    return run_each(2, "test_verl_upstream.train", folder, settings, patched)
+    return run_each(2, "verl_ranks.with_verl_of", patched, "test_verl_ranks.train", folder, settings, "verl")
 
 
 @pytest.fixture
@@ -113,25 +113,16 @@ def test_metrics_are_of_all_sequences(name, found, book):
         assert native[0] > 0.05
 
 
-@pytest.mark.parametrize("name", SETTINGS)
-def test_the_sentinel_judges_the_rows_that_one_process_has(name, found, book):
-    judged = [root_rows(rank["judged"]) for rank in found[name]]
-    if name == CONTROL:
-        assert judged == [[], []]
-    elif "Ulysses" in name:  # each rank those of both
-        assert judged == [book.roots()] * 2
-    else:
-        assert sorted(row for of_rank in judged for row in of_rank) == book.roots()
-
-
-@pytest.mark.parametrize("name", SETTINGS)
-def test_all_ranks_end_where_one_cannot_judge(name, found):
-    first, second = (rank["refused"] for rank in found[name])
+@pytest.mark.parametrize(("who", "name"), PATHS)
+def test_all_ranks_end_where_one_cannot_judge_or_has_no_routes(who, name, runs):
+    first, second = (rank["refused"] for rank in runs[name])
     if name == CONTROL:
         assert first is second is None
-    else:
+    elif who == "ours":
         assert "another rank" in first
         assert second == "no rows here"
+    else:
+        assert "missing 'routed_experts'" in first
 
 
 @pytest.mark.shows("verl, FSDP engine", "FSDP1 and FSDP2, packed and padded batches, on two ranks")
@@ -173,18 +164,16 @@ def train(folder, runs, kind=None):
         with on_cpu():
             engine = make(folder, kind=kind, optimizer=PLAIN, lr=1, **settings)
             old_log_probs(engine, td())  # the first is held against the model's own routes
-            with noting_roots(judged := []):
-                log_probs, _ = old_log_probs(engine, td(**old))
+            log_probs, _ = old_log_probs(engine, td(**old))
             if kind is None:
                 engine.routing.metrics.__init__()  # so that sums are of one pass
             old_log_probs(engine, td())
             with watched(engine.module) as forwards:
                 output = update(engine, td())
-                weights, refused = full_weights(engine.module), _refused(engine, td(), rank)
+                weights, refused = full_weights(engine.module), _refused(engine, td(), rank, kind)
             results[name] = {
                 "sequences": range(COUNT)[mine],
                 "log_probs": log_probs,
-                "judged": judged,
                 "metrics": {key: value for key, value in output["metrics"].items() if key.startswith(OF_REPLAY)},
                 "calls": [(len(each.calls), follows(each, book.by_tokens())) for each in forwards],
                 "weights": weights,
@@ -197,8 +186,10 @@ def sequences_of(name, rank):
     return slice(None) if "Ulysses" in name else slice(COUNT // 2 * rank, COUNT // 2 * (rank + 1))
 
 
-def _refused(engine, batch, rank):
-    """What a rank says of a rollout that the sentinel of the second cannot judge."""
+def _refused(engine, batch, rank, kind):
+    """What a rank says of a rollout that the sentinel of the second cannot judge, or verl's own engine of no routes."""
+    if kind is not None:
+        del batch["routed_experts"]
 
     def judge(sentinel, counts):
         if rank:
@@ -208,7 +199,7 @@ def _refused(engine, batch, rank):
     with mock.patch.object(Sentinel, "judge", judge):
         try:
             old_log_probs(engine, batch)
-        except (ReplayError, RankError) as error:
+        except (ReplayError, RankError, RuntimeError) as error:
             return str(error)
 
 

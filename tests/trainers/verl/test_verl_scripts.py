@@ -16,7 +16,6 @@ pytest.importorskip("verl", reason="there is no verl in this environment: run `m
 from hydra import compose, initialize_config_module
 
 from foreroute.errors import ConfigError
-from foreroute.trainers.verl import plugin
 from foreroute.trainers.verl.plugin import require_script
 from foreroute.trainers.verl.settings import MASKS
 
@@ -35,24 +34,14 @@ FLEX = [
 ]
 
 
-SIZES = [
-    f"{ACTOR}.megatron.{name}_size={size}"
-    for name, size in {
-        "tensor_model_parallel": 4,
-        "pipeline_model_parallel": 2,
-        "virtual_pipeline_model_parallel": 2,
-        "context_parallel": 2,
-        "expert_model_parallel": 8,
-        "expert_tensor_parallel": 1,
-    }.items()
-]
+SIZES = [f"{ACTOR}.megatron.{name}_parallel_size=2" for name in ("tensor_model", "pipeline_model", "context")]
 SCRIPTS = {
     "qwen3_30b_a3b_fsdp": ["fsdp", f"{ACTOR}.strategy=fsdp2", f"{ACTOR}.use_kl_loss=True"],
     "qwen3_vl_30b_a3b_fsdp": ["fsdp", f"{ACTOR}.strategy=fsdp2", FUSED, ULYSSES],
     "deepseek_v3_671b_megatron, planned": ["megatron", FUSED, *FLEX, *SIZES, PLANS],
     "lora, qwen3_30b_a3b_megatron": ["megatron", FUSED, f"{MODEL}.lora.rank=16", *SIZES],
 }
-REFUSED = {"lora, qwen3_30b_a3b_megatron": ["lora.rank is set"]}
+REFUSED = {"lora, qwen3_30b_a3b_megatron": "lora.rank is set"}
 
 
 def composed(engine, *overrides):
@@ -80,13 +69,11 @@ def said_of(config):
 def test_a_script_of_verl_is_taken_as_it_stands_or_all_that_is_in_its_way_is_named(name):
     engine, *settings = SCRIPTS[name]
     said = said_of(composed(engine, *settings, *LINES[engine], ROUTES))
-    expected = REFUSED.get(name, [])
-    assert len(said) == len(expected)
-    for setting, line in zip(expected, said, strict=True):
-        assert setting in line
+    assert len(said) == (name in REFUSED)
+    assert REFUSED.get(name, "") in "".join(said)
 
 
-def test_lines_that_are_missing_are_named_with_the_rest(recwarn):
+def test_lines_that_are_missing_are_named_with_the_rest():
     script = [PLANS, *FLEX, f"{MODEL}.lora.rank=16"]
     said = "\n".join(
         said_of(composed("megatron", *script, LINES["megatron"][0].replace("megatron", "fsdp"), *LINES["megatron"][1:]))
@@ -94,9 +81,6 @@ def test_lines_that_are_missing_are_named_with_the_rest(recwarn):
     for each in ("3 settings", "add foreroute.trainers.verl.megatron", "set it to True", "leave it at 0"):
         assert each in said
     script = composed("fsdp", *SCRIPTS["qwen3_30b_a3b_fsdp"][1:], *LINES["fsdp"], ROUTES)
-    recwarn.clear()
-    require_script(script)
-    assert not recwarn
     script.actor_rollout_ref.rollout.calculate_log_probs = False
     with pytest.warns(UserWarning, match="no k3 is measured.*calculate_log_probs=True"):
         require_script(script)
@@ -130,24 +114,15 @@ def test_sampling_that_the_trainer_does_not_score_on_is_warned_of(recwarn):
 
 @pytest.mark.shows("verl, FSDP engine", "sampling masks of SGLang", refused="verl hands none on")
 @pytest.mark.shows("verl, Megatron engine", "sampling masks of SGLang", refused="verl hands none on")
-def test_what_sampling_masks_need_or_do_not_go_with_is_named(recwarn):
+def test_what_sampling_masks_need_or_do_not_go_with_is_named():
     library = f"{MODEL}.external_lib=[foreroute.trainers.verl.{{}},{MASKS}]".format
     masks = [library("fsdp"), LINES["fsdp"][1], ROUTES, f"{ROLLOUT}.top_p=0.9"]
     vllm = [f"{ROLLOUT}.name=vllm", f"+{ROLLOUT}.engine_kwargs.vllm.return_sampling_mask=True", f"{ROLLOUT}.top_k=64"]
     greedy = [f"{ROLLOUT}.val_kwargs.top_k=1", f"{ROLLOUT}.val_kwargs.temperature=1"]
-    recwarn.clear()
-    require_script(composed("fsdp", *masks, *vllm, *greedy))
-    assert not recwarn
+    assert said_of(composed("fsdp", *masks, *vllm, *greedy)) == []
     said = "\n".join(said_of(composed("fsdp", *masks, f"{ROLLOUT}.name=sglang", FUSED)))
     for each in ("4 settings", "from vLLM alone", "return_sampling_mask=True", "use_fused_kernels", "rollout.top_k"):
         assert each in said
-
-
-def test_replay_of_verls_own_is_left_alone(monkeypatch):
-    # its Megatron engine has it, without a line of ours
-    assert said_of(composed("megatron", *LINES["megatron"][1:], f"{ACTOR}.megatron.context_parallel_size=2")) == []
-    monkeypatch.setattr(plugin, "find_spec", lambda name: name)  # the patch for verl is there
-    assert said_of(composed("fsdp", LINES["fsdp"][1], ROUTES)) == []
 
 
 def test_verl_says_so_before_ray_starts(tmp_path):
