@@ -6,7 +6,6 @@ worker is the class that Ray would run, in one process.
 
 import os
 import typing
-from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -46,7 +45,7 @@ def checkpoint(tmp_path_factory):
     return folder
 
 
-def worker(skyrl, checkpoint, *, replay=True, packs=False):
+def worker(skyrl, checkpoint, *, replay=True):
     from skyrl.train.config import TrainerConfig
     from skyrl.train.config.config import MixedPrecisionConfig
 
@@ -71,24 +70,8 @@ def worker(skyrl, checkpoint, *, replay=True, packs=False):
         sequence_parallel_size=1,
     )
     made.init_worker_process_group()
-    with packing(skyrl) if packs else nullcontext():
-        made.init_model(str(checkpoint), num_training_steps=STEPS)
+    made.init_model(str(checkpoint), num_training_steps=STEPS)
     return made
-
-
-@contextmanager
-def packing(skyrl):
-    """A wrapper that packs its sequences, which SkyRL does with flash-attn's kernels alone; SDPA masks them alike."""
-    make = skyrl.HFModelWrapper
-
-    class Packing(make):
-        def __init__(self, *args, **kwargs):
-            super().__init__(*args, **kwargs)
-            self.remove_microbatch_padding = True
-
-    skyrl.HFModelWrapper = Packing
-    yield
-    skyrl.HFModelWrapper = make
 
 
 def rollout(model, step):
@@ -198,24 +181,6 @@ def test_without_replay_and_with_routes_a_token_off_there_is_disagreement(skyrl,
     assert others > 0.5 * rows > 0
     assert apart > 1e-3
     assert metrics["router_replay/native_disagreement"] > 0.5
-
-
-def test_packed_sequences_are_given_their_routes(skyrl, checkpoint):
-    actor = worker(skyrl, checkpoint, packs=True)
-    batch, wanted = rollout(actor.model.model, 0)
-    hf = actor.model.model
-    reference = tiny()
-    reference.load_state_dict(weights_of(hf))
-    exact = exact_logprobs(reference, batch["sequences"], batch["attention_mask"], wanted)
-    with watched(hf) as given:
-        old = actor.forward(batch)
-    for at, (routes, real) in enumerate(zip(wanted.split(2), batch["attention_mask"].bool().split(2), strict=True)):
-        packed = routes[real][None]
-        rows, others = differing(given[at * 3 : at * 3 + 3], packed, torch.ones(packed.shape[:2]))
-        assert (others, rows > 40) == (0, True)
-    ours = torch.tensor([each["logprobs"] for each in old.loss_fn_outputs])
-    real = batch["response_mask"].bool()
-    assert float((ours - exact[:, -ours.shape[1] :])[real].abs().max()) < 1e-5
 
 
 def test_what_would_not_be_replayed_is_refused(skyrl, checkpoint):

@@ -21,7 +21,6 @@ from torch.utils.checkpoint import create_selective_checkpoint_contexts
 from foreroute.core import attach
 from foreroute.core.passes import Rows
 from foreroute.core.routed import TensorRows
-from foreroute.core.selection import LayerPass
 
 VOCAB, DIM, EXPERTS, TOP_K = 50, 32, 8, 3
 B, T = 2, 10
@@ -92,7 +91,7 @@ def by_layer(ids: Tensor) -> Tensor:
 
 
 class Subject:
-    """A model under the checks, which are methods; each fails by itself, and FAULTS have three of them fail."""
+    """A model under the checks, which are methods; each fails by itself, and FAULTS have two of them fail."""
 
     def __init__(self, kind: Kind, variant: str = "plain") -> None:
         self.kind, self.is_compiled = kind, "compile" in variant
@@ -209,11 +208,6 @@ def require_control(kind: Kind, check: str, monkeypatch: pytest.MonkeyPatch) -> 
     pytest.fail(f"the check passed with its fault: {FAULTS[check].__name__}")
 
 
-def the_next_expert_is_kept(monkeypatch):
-    keep = LayerPass.keep
-    monkeypatch.setattr(LayerPass, "keep", lambda self, native_RK: keep(self, (native_RK + 1) % EXPERTS))
-
-
 def the_second_batch_is_given_the_rows_of_the_first(monkeypatch):
     of, first = TensorRows.of, []
 
@@ -230,7 +224,6 @@ def rows_are_those_of_the_token_before(monkeypatch):
 
 
 FAULTS = {
-    "recorded": the_next_expert_is_kept,
     "obeyed": rows_are_those_of_the_token_before,
     "gradients": the_second_batch_is_given_the_rows_of_the_first,
 }

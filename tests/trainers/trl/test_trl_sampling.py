@@ -11,7 +11,6 @@ from transformers.generation import logits_process as of
 
 from examples.trl.tiny import policy
 from foreroute.errors import ConfigError
-from foreroute.trace import SAMPLING
 from foreroute.trainers.trl.settings import LEAVING_OUT
 from tests.tiers import grid
 from tests.trainers.trl.test_trl_masks import SCORES_ON_SETS
@@ -24,29 +23,6 @@ def configured(**settings):
     model = policy()
     model.generation_config.update(**settings)
     return model
-
-
-@SCORES_ON_SETS
-@grid(
-    ("of_model", "of_call"),
-    [
-        ({}, {"suppress_tokens": list(range(100, 250)), "min_new_tokens": 5}),
-        ({"typical_p": 0.5}, {"top_k": 40}),
-        ({"eta_cutoff": 0.02, "epsilon_cutoff": 0.01}, {"renormalize_logits": True}),
-    ],
-    quick=1,
-    ids=["suppressed", "typical-p", "cutoffs"],
-)
-def test_what_leaves_tokens_out_is_scored_on_the_sets_whoever_asked_for_it(of_model, of_call, folder):
-    k3 = {}
-    for replay in ("R3", "none"):
-        trainer = trained(
-            folder, model=configured(**of_model), generation_kwargs=of_call, replay=replay, max_steps=1, temperature=0.9
-        )
-        k3[replay] = logged(trainer, "mismatch/k3")[0]
-        assert (SAMPLING in trainer.routing.rollout.trace.streams) == (replay == "R3")
-    assert k3["R3"] < 1e-9
-    assert k3["none"] > 1e-2  # the control
 
 
 def test_processors_that_are_trusted_keep_the_distances_of_what_they_leave():

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from foreroute.engines.embedded import EmbeddedEngine
-from foreroute.errors import BatchMismatchError, EngineError, RankError, ReplayError
+from foreroute.errors import BatchMismatchError, EngineError
 from foreroute.mismatch import LooksLike, Sentinel, Suspicion
 from foreroute.trainers.trl import rollout_with
 from foreroute.trainers.trl.controller import TrainerPassController
@@ -106,19 +106,3 @@ def test_weights_that_a_sync_garbled_stop_the_run(folder, monkeypatch):
     monkeypatch.setattr(EmbeddedEngine, "generate", garbled)
     with pytest.raises(EngineError, match=r"Weights.*arrive"):
         trainer(folder, sentinel="stop", **TWICE).train()
-
-
-@pytest.mark.slow
-def test_a_process_that_cannot_judge_ends_all(folder, monkeypatch):
-    def judge(sentinel, counts):
-        raise ReplayError("no rows here")
-
-    monkeypatch.setattr(Sentinel, "judge", judge)
-    with pytest.raises(ReplayError, match="no rows"):
-        trainer(folder, **TWICE).train()
-    monkeypatch.undo()
-    # the other one of two processes could not
-    add = TrainerPassController._over_processes
-    monkeypatch.setattr(TrainerPassController, "_over_processes", lambda self, sums: add(self, sums) + 1)
-    with pytest.raises(RankError, match=r"another rank.*log"):
-        trainer(folder, **TWICE).train()

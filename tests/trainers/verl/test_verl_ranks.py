@@ -189,6 +189,7 @@ def sequences_of(name, rank):
 def _refused(engine, batch, rank, kind):
     """What a rank says of a rollout that the sentinel of the second cannot judge, or verl's own engine of no routes."""
     if kind is not None:
+        old_log_probs(engine, batch)
         del batch["routed_experts"]
 
     def judge(sentinel, counts):

@@ -4,11 +4,6 @@ Settings are those of the scripts in `examples/` of verl (August 2026), composed
 at hand. foreroute's own lines are added, and nothing else.
 """
 
-import os
-import subprocess
-import sys
-from pathlib import Path
-
 import pytest
 
 pytest.importorskip("verl", reason="there is no verl in this environment: run `make night PART=verl`")
@@ -123,33 +118,3 @@ def test_what_sampling_masks_need_or_do_not_go_with_is_named():
     said = "\n".join(said_of(composed("fsdp", *masks, f"{ROLLOUT}.name=sglang", FUSED)))
     for each in ("4 settings", "from vLLM alone", "return_sampling_mask=True", "use_fused_kernels", "rollout.top_k"):
         assert each in said
-
-
-def test_verl_says_so_before_ray_starts(tmp_path):
-    root = Path(__file__).parents[3]
-    metadata = tmp_path / "foreroute-0.dist-info"
-    metadata.mkdir()
-    (metadata / "METADATA").write_text("Metadata-Version: 2.1\nName: foreroute\nVersion: 0\n")
-    project = (root / "pyproject.toml").read_text()
-    plugin = project.partition('[project.entry-points."verl.plugins"]\n')[2].partition("\n")[0].replace('"', "")
-    (metadata / "entry_points.txt").write_text(f"[verl.plugins]\n{plugin}\n")
-    engine, *settings = SCRIPTS["lora, qwen3_30b_a3b_megatron"]
-    settings += [
-        f"{ACTOR}.megatron.dynamic_context_parallel=True",
-        f"{ACTOR}.megatron.max_seqlen_per_dp_cp_rank=64",
-        "algorithm.adv_estimator=grpo",
-        f"{ROLLOUT}.name=vllm",
-        f"{ACTOR}.use_dynamic_bsz=True",
-    ]
-    ppo = [sys.executable, "-m", "verl.trainer.main_ppo", f"model_engine={engine}"]
-    paths = os.pathsep.join([str(tmp_path), str(root / "src")])
-    ran = subprocess.run(
-        [*ppo, *settings, *LINES[engine], ROUTES, f"hydra.run.dir={tmp_path}"],
-        env={name: value for name, value in os.environ.items() if name != "VERL_PLATFORM"} | {"PYTHONPATH": paths},
-        capture_output=True,
-        text=True,
-        timeout=300,
-    )
-    assert ran.returncode
-    assert "2 settings are in the way" in ran.stderr
-    assert "ray init kwargs" not in ran.stdout

@@ -1,10 +1,9 @@
-"""verl's own agent loop with a tool, its client and its server, on a stand-in for vLLM's engine, turn by turn.
+"""verl's own agent loop with a tool, on a stand-in for its servers, turn by turn.
 
 verl keeps the routes of the last request alone, which has a row for each token of the turns before it.
 """
 
 import asyncio
-import copy
 from types import SimpleNamespace
 
 import numpy as np
@@ -19,10 +18,7 @@ from verl.experimental.agent_loop.agent_loop import AgentLoopWorker, DictConfigW
 from verl.experimental.agent_loop.tool_agent_loop import ToolAgentLoop
 from verl.tools.function_tool import FunctionTool
 from verl.tools.schemas import OpenAIFunctionToolSchema
-from verl.workers.rollout.llm_server import LLMServerClient
-from verl.workers.rollout.vllm_rollout import vllm_async_server
-from vllm.logprobs import Logprob
-from vllm.outputs import CompletionOutput, RequestOutput
+from verl.workers.rollout.replica import TokenOutput
 
 from examples.trl.tiny import chat_tokenizer, look_up
 from tests.trainers.given_experts import differing, drawn_anew, native, watched
@@ -34,8 +30,8 @@ WIDTHS = (16, 400)
 END = 1
 
 
-class Engine:
-    """Answers requests with texts, as vLLM's engine does, which is asked by verl's server.
+class Servers:
+    """Answers requests with texts, as verl's client of its servers does.
 
     Args:
         texts: of the answers.
@@ -45,49 +41,14 @@ class Engine:
     def __init__(self, texts, routes):
         self._texts, self._routes = [[*chat_tokenizer()(text)["input_ids"], END] for text in texts], routes
 
-    async def generate(self, prompt, sampling_params, **_):
-        asked, response = list(prompt["prompt_token_ids"]), self._texts.pop(0)
-        tokens = [*asked, *response]
-        completion = CompletionOutput(
-            index=0,
-            text="",
-            token_ids=response,
-            cumulative_logprob=None,
-            logprobs=[{token: Logprob(-1.0)} for token in response],
-            routed_experts=self._routes(tokens),
-            finish_reason="stop",
-        )
-        about = {"prompt": None, "prompt_token_ids": asked, "prompt_logprobs": None, "finished": True}
-        yield RequestOutput(request_id="0", outputs=[completion], **about)
+    async def generate(self, request_id, *, prompt_ids, **_):
+        response = self._texts.pop(0)
+        routes = self._routes([*prompt_ids, *response])
+        log_probs = [-1.0] * len(response)
+        return TokenOutput(token_ids=response, log_probs=log_probs, routed_experts=routes, stop_reason="completed")
 
 
-def client_of(engine):
-    """verl's client, asking verl's server, which asks this engine."""
-    server = object.__new__(type("Server", (vllm_async_server.vLLMHttpServer,), {"lora_as_adapter": False}))
-    rollout = {"max_model_len": 1000, "response_length": 400, "prompt_length": 400, "full_determinism": False}
-    rollout |= {"enable_rollout_routing_replay": True, "mtp": None}
-    server.config = type("Rollout", (SimpleNamespace,), {"get": lambda self, name, other: other})(**rollout)
-    server.model_config = SimpleNamespace(processor=None)
-    server._disaggregation_role, server.global_steps = "null", 3
-    server.replica_rank = server._admitting = 0
-    server.engine = engine
-
-    async def at_once(*_):
-        return None
-
-    async def acquired(*_, **__):
-        remote = lambda **given: server.generate(**copy.deepcopy(given))  # noqa: E731  Ray sends copies
-        return "0", SimpleNamespace(generate=SimpleNamespace(remote=remote))
-
-    server._park_until_admitted = at_once
-    client = object.__new__(LLMServerClient)
-    rollout = SimpleNamespace(name="vllm", full_determinism=False, response_length=400)
-    client.config = SimpleNamespace(actor_rollout_ref=SimpleNamespace(rollout=rollout))
-    client._acquire_server, client._release_server = acquired, lambda *_, **__: None
-    return client
-
-
-async def looped(client, *, response_length):
+async def looped(servers, *, response_length):
     """What verl's agent loop makes of a conversation."""
     multi_turn = SimpleNamespace(
         max_user_turns=None,
@@ -104,7 +65,7 @@ async def looped(client, *, response_length):
     schema = OpenAIFunctionToolSchema.model_validate(get_json_schema(look_up))
     loop = ToolAgentLoop(
         trainer_config=DictConfigWrap(config),
-        server_manager=client,
+        server_manager=servers,
         tokenizer=chat_tokenizer(),
         processor=None,
         dataset_cls=None,
@@ -143,8 +104,8 @@ def test_verls_engine_gives_experts_the_routes_of_every_turn(group, folder):
         routes[tuple(tokens)] = rows = drawn_anew(native(model, tokens)[0][:-1], 0.1, rng)
         return np.concatenate([np.zeros_like(rows[:, :1]), rows], axis=1).astype(np.uint8)
 
-    engines = [Engine(texts, drawn) for texts in (["no call"], [CALL, CALL, "and so"])]
-    outputs = [asyncio.run(looped(client_of(each), response_length=300)) for each in engines]
+    servers = [Servers(texts, drawn) for texts in (["no call"], [CALL, CALL, "and so"])]
+    outputs = [asyncio.run(looped(each, response_length=300)) for each in servers]
     batch = asyncio.run(agent_loop_batch(outputs, (WIDTHS[0], 300)))
     del batch.batch["rollout_log_probs"]  # the server's are none of a model
     engine = make(folder, "R3", lr=0.0)
