@@ -16,7 +16,6 @@ import typing_extensions
 if "FOREROUTE_PATCHES" not in os.environ:
     pytest.skip("SkyRL has an environment of its own: run `make night PART=patches`", allow_module_level=True)
 
-from foreroute.core import ReplayError
 from tests.patches import cuda_on_cpu
 from tests.patches.forced import differing, exact_logprobs, routed_by, tiny, watched
 
@@ -181,20 +180,3 @@ def test_without_replay_and_with_routes_a_token_off_there_is_disagreement(skyrl,
     assert others > 0.5 * rows > 0
     assert apart > 1e-3
     assert metrics["router_replay/native_disagreement"] > 0.5
-
-
-def test_what_would_not_be_replayed_is_refused(skyrl, checkpoint):
-    actor = worker(skyrl, checkpoint)
-    batch, _ = rollout(actor.model.model, 0)
-    indices = batch["rollout_expert_indices"]
-    for changed, words in (
-        (None, "has no `rollout_expert_indices`"),
-        (torch.zeros_like(indices), "a sequence that is trained on has no route"),
-    ):
-        batch["rollout_expert_indices"] = changed
-        with pytest.raises(RuntimeError, match=words):
-            actor.forward_backward(batch)
-    batch["rollout_expert_indices"] = torch.where(indices == 1, 8, indices)
-    batch["action_log_probs"] = torch.zeros_like(batch["advantages"])
-    with pytest.raises(ReplayError, match="range"):
-        actor.forward_backward(batch)

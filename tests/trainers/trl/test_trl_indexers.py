@@ -59,16 +59,6 @@ def test_every_pass_attends_to_what_the_rollout_did(source, replay, folder):
         assert (others == 0) == (replay != "none")
 
 
-@pytest.mark.slow
-def test_a_rollout_without_choices_is_warned_of(folder):
-    model = sparse_policy()
-    trainer = make(
-        folder, model=model, rollout_func=rollout_with(EmbeddedEngine(model, "bfloat16")), max_steps=1, **NO_AUXILIARY
-    )
-    with pytest.warns(UserWarning, match="indexers=True"):
-        trainer.train()
-
-
 @grid(("family", "replay"), [("deepseek_v4", "R3"), ("minimax_m3_vl", "R2")], quick=0)
 def test_units_that_padding_moves_are_refused(folder, family, replay):
     """The families cut units by their place in the batch, and TRL pads prompts of several lengths on the left."""

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 import torch
 import trl
+from peft import PromptTuningConfig
 
 from examples.trl.tiny import look_up, policy
 from foreroute.costs import hardware_preset
@@ -19,6 +20,7 @@ from tests.trainers.trl.routes_book import Book
 from tests.trainers.trl.trl_runs import make
 
 TOPOLOGY = hardware_preset("h100").topology(num_ranks=2, redundant_slots=2)
+PROMPT_TUNING = PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=2)
 NO_OLD_PASS = {"num_iterations": 1, "steps_per_generation": 2}
 
 
@@ -58,6 +60,7 @@ def stale(model):
 
 REFUSED = {
     # settings; under "source", what gives a rollout_func of the model
+    "prompt tuning": ({"peft_config": PROMPT_TUNING}, ConfigError, "prompt and prefix tuning"),
     "mode": ({"replay": "R4"}, ConfigError, "expected one of 'none', 'R2', 'R3'"),
     "not spread": ({"topology": TOPOLOGY}, AttachError, 'ep_implementation="foreroute'),
     "no old pass to stop in": ({"sentinel": "stop", **NO_OLD_PASS}, ReplayError, r"sentinel='stop'.*log-probs"),

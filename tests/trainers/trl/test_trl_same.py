@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 import trl
-from peft import LoraConfig, PromptTuningConfig, TaskType
+from peft import LoraConfig
 
 from examples.trl.tiny import agent, policy, vowels
 from foreroute.engines.embedded import EmbeddedEngine
@@ -20,7 +20,6 @@ from tests.trainers.trl.trl_runs import NO_AUXILIARY, logged, saved_policy, trai
 TIMES = ("time", "_per_second")
 EXPERTS = ["experts.gate_up_proj", "experts.down_proj"]
 LORA = LoraConfig(r=4, target_modules=["q_proj", "v_proj"], target_parameters=EXPERTS, init_lora_weights=False)
-PROMPT_TUNING = PromptTuningConfig(task_type=TaskType.CAUSAL_LM, num_virtual_tokens=2)
 
 
 def shortness(completions, **_):
@@ -119,18 +118,6 @@ def one_late(output):
     output["routed_experts"] = [np.roll(each, 1, axis=0) for each in output["routed_experts"]]
 
 
-def past_the_processors():
-    """A policy that generates one token past its logits processors."""
-    model = policy()
-
-    def generate(input_ids, attention_mask, **_):
-        model(input_ids=input_ids, attention_mask=attention_mask)
-        return torch.cat([input_ids, torch.randint(2, 200, (len(input_ids), 1))], dim=1)
-
-    model.generate = generate
-    return model
-
-
 class OwnLoss(trl.GRPOTrainer):
     """Computes its loss past the method that all log-probs go through, as a fused kernel would."""
 
@@ -147,10 +134,8 @@ def engaged(model):
 UNMEASURED = {
     "no-routes": ({"rollout_func": returning(without_routes)}, "no 'routed_experts' for 8 sequences"),
     "beams": ({"generation_kwargs": {"num_beams": 2}}, "num_beams is 2"),
-    "processors": ({"model": past_the_processors}, "past its logits processors: return the routes"),
     "one-late": ({"rollout_func": returning(one_late)}, "shift"),
     "own-loss": ({"kind": OwnLoss, "num_iterations": 1, "steps_per_generation": 2}, "computed a loss without"),
-    "prompt-tuning": ({"peft_config": PROMPT_TUNING}, "prompt and prefix tuning"),
     "continuous-batching": (
         {
             "use_transformers_continuous_batching": True,

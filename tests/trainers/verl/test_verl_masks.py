@@ -11,7 +11,6 @@ import torch
 pytest.importorskip("verl", reason="there is no verl in this environment: run `make night PART=verl`")
 
 from examples.verl import verl_on_cpu  # noqa: F401, I001  before verl, in spawned processes too
-from hydra import compose, initialize_config_module
 from verl.experimental.agent_loop.agent_loop import AgentLoopBase
 from verl.workers.config import HFModelConfig
 from verl.workers.rollout.llm_server import LLMServerClient
@@ -129,16 +128,3 @@ def score(folder):
         engine = masked(folder, ulysses_sequence_parallel_size=2, pad_to_length=True, pad_to_length_bucket=16)
         log_probs, _ = old_log_probs(engine, tensordict(scores.batch(), temperature=TEMPERATURE))
         return log_probs, learned(engine, scores)[0]
-
-
-def test_vllm_is_asked_for_masks_by_the_line_that_the_module_names(masks):
-    from vllm.engine.arg_utils import AsyncEngineArgs
-    from vllm.utils.argparse_utils import FlexibleArgumentParser
-
-    server_module = sys.modules["verl.workers.rollout.vllm_rollout.vllm_async_server"]
-    lines = [line.strip() for line in masks.__doc__.splitlines() if "actor_rollout_ref." in line]
-    with initialize_config_module("verl.trainer.config", version_base=None):
-        ours = compose("ppo_trainer", overrides=lines).actor_rollout_ref
-    assert ours.model.external_lib == ["foreroute.trainers.verl.fsdp", MASKS]
-    asked = server_module.build_cli_args_from_config(dict(ours.rollout.engine_kwargs.vllm))
-    assert AsyncEngineArgs.add_cli_args(FlexibleArgumentParser()).parse_args(asked).return_sampling_mask
