@@ -74,25 +74,14 @@ def names_no_device(package):
 
 
 def flash_attn():
-    """The functions of flash-attn that pack and unpack, without its kernels."""
+    """The modules of flash-attn, without what packs or attends."""
     import transformers  # noqa: F401  it asks whether flash-attn is installed, once
-
-    def unpad_input(states, attention_mask):
-        indices = attention_mask.flatten().nonzero().flatten()
-        lengths = attention_mask.sum(-1, dtype=torch.int32)
-        cumulated = torch.nn.functional.pad(lengths.cumsum(0, dtype=torch.int32), (1, 0))
-        return states.flatten(0, 1)[indices], indices, cumulated, int(lengths.max()), lengths
-
-    def pad_input(states, indices, batch, seqlen):
-        padded = states.new_zeros(batch * seqlen, *states.shape[1:])
-        return padded.index_put((indices,), states).unflatten(0, (batch, seqlen))
 
     package, bert_padding = types.ModuleType("flash_attn"), types.ModuleType("flash_attn.bert_padding")
     package.__spec__ = importlib.machinery.ModuleSpec("flash_attn", None)
     package.__path__ = []
-    bert_padding.unpad_input, bert_padding.pad_input = unpad_input, pad_input
-    bert_padding.index_first_axis = lambda states, indices: states[indices]
-    bert_padding.rearrange = lambda states, _: states.flatten(0, 1)
+    bert_padding.unpad_input = bert_padding.pad_input = None
+    bert_padding.index_first_axis = bert_padding.rearrange = None
     utils, distributed = types.ModuleType("flash_attn.utils"), types.ModuleType("flash_attn.utils.distributed")
     distributed.all_gather = None
     modules = (package, bert_padding, utils, distributed)

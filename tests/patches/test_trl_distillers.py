@@ -146,10 +146,19 @@ class Engine:
         return writing_down(engine, self.books)
 
 
-def test_gkd_trains_the_student_on_the_routes_of_its_rollout(tmp_path):
+class Native(distill_r3.GKDTrainer):
+    """The control: it forgets the rollout's routes."""
+
+    def compute_loss(self, *args, **kwargs):
+        self._rollout = None
+        return super().compute_loss(*args, **kwargs)
+
+
+@pytest.mark.parametrize("kind", [distill_r3.GKDTrainer, pytest.param(Native, marks=pytest.mark.slow)])
+def test_gkd_trains_the_student_on_the_routes_of_its_rollout(kind, tmp_path):
     model, books = policy(), Books()
     chats = [[{"role": "user", "content": text}, {"role": "assistant", "content": "aeiou"}] for text in TEXTS]
-    trainer = distill_r3.GKDTrainer(
+    trainer = kind(
         model=model,
         teacher_model=policy(seed=1),
         args=gkd.GKDConfig(max_new_tokens=8, lmbda=1.0, output_dir=tmp_path, **SETTINGS),
@@ -159,10 +168,14 @@ def test_gkd_trains_the_student_on_the_routes_of_its_rollout(tmp_path):
     )
     with scored(model) as steps:
         trainer.train()
+    require_followed(steps, books, kind is not Native)
+
+
+def require_followed(steps, books, replays):
     rows, others, apart = judged(steps, books)
-    assert len(steps) == 8
-    assert (others, rows > 1000) == (0, True)
-    assert apart < 1e-5
+    assert rows > 1000
+    assert (others == 0, apart < 1e-5) == (replays, replays)
+    assert replays or (others > 0.02 * rows and apart > 1e-3)
 
 
 @pytest.mark.slow
@@ -170,10 +183,9 @@ def test_distillation_trains_on_the_routes_that_vllm_returned(tmp_path, monkeypa
     monkeypatch.setattr(vllm_fakes.Sampler, "sample", of_vllm(vllm_fakes.Sampler.sample, books := Books()))
     vllm_fakes.colocated(monkeypatch, drawn_in_part)
     monkeypatch.setattr(distillation_trainer, "is_vllm_available", lambda: True)
-    found = {}
-    for kind, max_steps in ((distill_r3.DistillationTrainer, 4), (trl.DistillationTrainer, 1)):
+    for kind in (distill_r3.DistillationTrainer, trl.DistillationTrainer):
         model = policy()
-        config = SETTINGS | vllm_fakes.COLOCATE | {"max_steps": max_steps, "max_completion_length": 8}
+        config = SETTINGS | vllm_fakes.COLOCATE | {"max_completion_length": 8}
         trainer = kind(
             model=model,
             teacher_model=policy(seed=1),
@@ -183,13 +195,7 @@ def test_distillation_trains_on_the_routes_that_vllm_returned(tmp_path, monkeypa
         )
         with scored(model) as steps:
             trainer.train()
-        found[kind] = judged(steps, books)
-    rows, others, apart = found[distill_r3.DistillationTrainer]
-    assert (others, rows > 1000) == (0, True)
-    assert apart < 1e-5
-    rows, others, apart = found[trl.DistillationTrainer]
-    assert others > 0.1 * rows > 0
-    assert apart > 1e-3
+        require_followed(steps, books, kind is distill_r3.DistillationTrainer)
 
 
 def drawn_in_part(routes):

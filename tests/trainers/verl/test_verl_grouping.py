@@ -48,6 +48,12 @@ def batch():
     for name, sign in (("old_log_probs", -1), ("advantages", 1), ("ref_log_prob", -1)):
         made[name] = sign * torch.rand(made["response_mask"].shape, generator=random, dtype=torch.float64)
     td = left_right_2_no_padding(TensorDict(made, batch_size=COUNT))
+    sizes = {"prompts": [len(prompt) for prompt, _ in pairs]}
+    of_responses = [len(response) for _, response in pairs]
+    for name in ("prompts", "responses", "response_mask", "old_log_probs", "advantages", "ref_log_prob"):
+        rows = [row[:size] for row, size in zip(td[name], sizes.get(name, of_responses), strict=True)]
+        td[name] = torch.nested.as_nested_tensor(rows, layout=torch.jagged)
+    del td["max_response_len"]
     tu.assign_non_tensor(td, dp_size=2, batch_num_tokens=97, global_batch_size=2 * COUNT)
     return td
 

@@ -68,19 +68,6 @@ def test_a_script_of_verl_is_taken_as_it_stands_or_all_that_is_in_its_way_is_nam
     assert REFUSED.get(name, "") in "".join(said)
 
 
-def test_lines_that_are_missing_are_named_with_the_rest():
-    script = [PLANS, *FLEX, f"{MODEL}.lora.rank=16"]
-    said = "\n".join(
-        said_of(composed("megatron", *script, LINES["megatron"][0].replace("megatron", "fsdp"), *LINES["megatron"][1:]))
-    )
-    for each in ("3 settings", "add foreroute.trainers.verl.megatron", "set it to True", "leave it at 0"):
-        assert each in said
-    script = composed("fsdp", *SCRIPTS["qwen3_30b_a3b_fsdp"][1:], *LINES["fsdp"], ROUTES)
-    script.actor_rollout_ref.rollout.calculate_log_probs = False
-    with pytest.warns(UserWarning, match="no k3 is measured.*calculate_log_probs=True"):
-        require_script(script)
-
-
 @pytest.mark.shows(
     "verl, Megatron engine",
     "`packing=routes` with `clip_cov`, `kl_cov`, `geo_mean`",
