@@ -78,7 +78,6 @@ def test_without_replay_verl_is_verl_and_the_mismatch_is_measured(group, folder,
         assert torch.equal(one, other)
     losses = [update(engine, tensordict(book.batch())) for engine in (plain, ours)]
     assert losses[0]["loss"] == losses[1]["loss"]
-    assert not any(name.startswith("mismatch") for name in losses[0]["metrics"])
     cells = [
         set(a) != set(b)
         for routes, (native, _) in zip(book.routes, book.native, strict=True)
@@ -132,7 +131,7 @@ def require_native(found, book):
 
 
 @pytest.mark.shows("verl, FSDP engine", "LoRA on experts under FSDP1", refused="PEFT does not find experts under FSDP1")
-def test_what_would_have_no_effect_is_refused(group, folder, book, engine, monkeypatch):
+def test_what_would_have_no_effect_is_refused(group, folder, book, engine):
     with pytest.raises(CaptureError, match="'routed_experts'"):
         old_log_probs(engine, tensordict(book.batch(routes=False)))
     gap = book.batch()
@@ -141,10 +140,6 @@ def test_what_would_have_no_effect_is_refused(group, folder, book, engine, monke
         old_log_probs(engine, tensordict(gap))
     with pytest.raises(ConfigError, match=r"router_replay.mode.*target_parameters"):
         make(folder, "R3", model=LORA | OF_EXPERTS, strategy="fsdp")
-    monkeypatch.setattr(engine, "forward_step", lambda *_, **__: pytest.fail("unused"), raising=False)
-    monkeypatch.setattr(RoutingReplayEngine.__bases__[1], "forward_backward_batch", lambda *_: {"metrics": {}})
-    with pytest.raises(ReplayError, match="without forward_step"):
-        update(engine, tensordict(book.batch()))
 
 
 @pytest.mark.shows("verl, FSDP engine", "`fsdp_turbo`, TorchTitan, Automodel", refused="their engines have no replay")

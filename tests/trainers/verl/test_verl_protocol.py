@@ -8,10 +8,11 @@ import numpy as np
 import pytest
 import torch
 
-from foreroute.errors import BatchMismatchError, CaptureError, ReplayError
+from foreroute.errors import BatchMismatchError, CaptureError, ConfigError, ReplayError
 from foreroute.trace import DecisionStream, RoutedLayer, RoutingSpec, RoutingTrace
 from foreroute.trainers.verl import routed_experts, trace_of
 from foreroute.trainers.verl.packed_batch import PackedBatch, PackedRoutes, require_routed
+from foreroute.trainers.verl.settings import replay_of
 from tests.trainers.verl.verl_batches import (
     PROMPT,
     SPEC,
@@ -224,3 +225,12 @@ def test_what_the_field_cannot_hold_is_not_written(layout):
         routed_experts(trace, layout(pairs[::-1]))
     with pytest.raises(BatchMismatchError, match=r"trace.*3 sequences.*2"):
         require_routed(trace, layout(sequences(2)))
+
+
+def test_the_mode_is_read_from_a_section_and_what_is_none_is_refused():
+    for stated in ({"mode": "R3"}, SimpleNamespace(mode="R3")):
+        assert replay_of(SimpleNamespace(router_replay=stated)) == "R3"
+    assert replay_of(SimpleNamespace(router_replay=None)) == "disabled"
+    for stated in ("R3", {"mode": "r3"}, {"mode": "R3", "record_file": "routes.pt"}):
+        with pytest.raises(ConfigError, match=r"router_replay|record_file"):
+            replay_of(SimpleNamespace(router_replay=stated))
