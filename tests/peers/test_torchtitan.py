@@ -11,7 +11,6 @@ from torch.nn import functional
 from foreroute.core import AttachError, attach
 from tests.peers.comparing import (
     DIM,
-    FAULTS,
     TOKENS,
     VOCAB,
     Kind,
@@ -187,9 +186,8 @@ def test_routes_are_recorded_and_replayed(kind, variant):
     run(kind, variant)
 
 
-@pytest.mark.parametrize("check", FAULTS)
-def test_each_check_sees_its_fault(check, monkeypatch):
-    require_control(KINDS[0], check, monkeypatch)
+def test_routes_of_other_tokens_are_seen(monkeypatch):
+    require_control(KINDS[0], monkeypatch)
 
 
 def test_a_router_that_discards_its_top_k_is_refused():

@@ -100,9 +100,7 @@ def trained(folder, replay):
         processing_class=processor(),
         reward_funcs=letters,
     )
-    rollouts = []
-    take = trainer.routing.take
-
+    rollouts, take = [], trainer.routing.take
     trainer.routing.take = lambda rollout: (rollouts.append(rollout.trace), take(rollout))
     with generating_with_other_routers(model), watched(model) as batches:
         trainer.train()
@@ -116,8 +114,6 @@ def test_routes_of_images_are_replayed_in_updates_and_the_mismatch_falls(folder)
     image = trainer.model.config.image_token_id
     routes_of = {tuple(rollout.tokens(s).tolist()): s for s in range(len(rollout))}
     is_image = rollout.token_ids_N == image
-    begins = is_image & ~np.roll(is_image, 1)
-    assert {int(each.sum()) for each in np.split(begins, rollout.offsets[1:-1])} == {1, 2}  # images of a sequence
     assert np.array_equal(rollout.streams[PIXELS].valid_N, is_image)
     num_compared = 0
     for batch in (batch for batch in batches if batch.grad):
@@ -136,13 +132,12 @@ def test_routes_of_images_are_replayed_in_updates_and_the_mismatch_falls(folder)
     assert k3 < native / 2, (k3, native)
 
 
-def test_an_update_on_another_image_is_refused(folder):
-    with pytest.MonkeyPatch.context() as patch:
-        compute = GRPOTrainer._compute_loss
+def test_an_update_on_another_image_is_refused(folder, monkeypatch):
+    compute = GRPOTrainer._compute_loss
 
-        def painted_over(self, model, inputs):
-            return compute(self, model, inputs | {"pixel_values": -inputs["pixel_values"]})
+    def painted_over(self, model, inputs):
+        return compute(self, model, inputs | {"pixel_values": -inputs["pixel_values"]})
 
-        patch.setattr(GRPOTrainer, "_compute_loss", painted_over)
-        with pytest.raises(BatchMismatchError, match=r"pixels.*another"):
-            trained(folder, "R3")
+    monkeypatch.setattr(GRPOTrainer, "_compute_loss", painted_over)
+    with pytest.raises(BatchMismatchError, match=r"pixels.*another"):
+        trained(folder, "R3")

@@ -42,7 +42,7 @@ def test_a_compiled_model_replays_to_the_same_weights(folder):
 
 def one_by_one(experts, hidden, ids, weights):
     """The experts of Qwen3-MoE, each on all tokens."""
-    experts.fused_calls = getattr(experts, "fused_calls", 0) + 1
+    experts.fused_calls = True
     result = torch.zeros_like(hidden)
     for number, (gate_up, down) in enumerate(zip(experts.gate_up_proj, experts.down_proj, strict=True)):
         gate, up = (hidden @ gate_up.T).chunk(2, dim=-1)
@@ -79,23 +79,19 @@ def liger(monkeypatch):
     return methods
 
 
-def fused_calls(model):
-    return sum(getattr(module, "fused_calls", 0) for module in model.modules())
-
-
 @pytest.mark.shows("TRL", "`use_liger_kernel` (a stand-in for its kernels)")
 def test_experts_of_liger_are_given_the_routes_of_the_rollout(liger, folder):
-    models = {name: policy() for name in ("liger", "native")}
-    runs = {}
-    for name, model in models.items():
+    losses = []
+    for fuses in (True, False):
+        model = policy()
         book = Book(model)
-        runs[name] = make(folder, model=model, rollout_func=book, max_steps=2, use_liger_kernel=name == "liger")
+        trainer = make(folder, model=model, rollout_func=book, max_steps=2, use_liger_kernel=fuses)
         with watched(model) as batches:
-            runs[name].train()
+            trainer.train()
         assert all(follows(batch, book.routes) for batch in batches if batch.grad)
-    assert fused_calls(models["liger"]) > 0 == fused_calls(models["native"])
-    assert set(logged(runs["liger"], "mismatch/disagreement")) == {0.0}
-    assert logged(runs["liger"], "loss") == pytest.approx(logged(runs["native"], "loss"), abs=1e-4)
+        assert any(hasattr(module, "fused_calls") for module in model.modules()) == fuses
+        losses.append(logged(trainer, "loss"))
+    assert losses[0] == pytest.approx(losses[1], abs=1e-4)
 
 
 @pytest.mark.shows(

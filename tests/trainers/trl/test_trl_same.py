@@ -17,7 +17,6 @@ from tests.trainers.trl import tools_runs
 from tests.trainers.trl.routes_book import Book
 from tests.trainers.trl.trl_runs import NO_AUXILIARY, logged, saved_policy, trained
 
-TIMES = ("time", "_per_second")
 EXPERTS = ["experts.gate_up_proj", "experts.down_proj"]
 LORA = LoraConfig(r=4, target_modules=["q_proj", "v_proj"], target_parameters=EXPERTS, init_lora_weights=False)
 
@@ -95,29 +94,6 @@ def test_without_replay_training_is_trls_own_to_the_last_bit(options, folder, ca
     assert not [record for record in caplog.records if record.name.startswith("foreroute")]
 
 
-def returning(change):
-
-    def made(model):
-        book = Book(model)
-
-        def roll_out(prompts, trainer):
-            output = book(prompts, trainer)
-            change(output)
-            return output
-
-        return roll_out
-
-    return made
-
-
-def without_routes(output):
-    del output["routed_experts"]
-
-
-def one_late(output):
-    output["routed_experts"] = [np.roll(each, 1, axis=0) for each in output["routed_experts"]]
-
-
 class OwnLoss(trl.GRPOTrainer):
     """Computes its loss past the method that all log-probs go through, as a fused kernel would."""
 
@@ -132,9 +108,19 @@ def engaged(model):
 
 
 UNMEASURED = {
-    "no-routes": ({"rollout_func": returning(without_routes)}, "no 'routed_experts' for 8 sequences"),
+    "no-routes": (
+        {"rollout_func": lambda model: Book(model, change=lambda routes: None)},
+        "no 'routed_experts' for 8 sequences",
+    ),
     "beams": ({"generation_kwargs": {"num_beams": 2}}, "num_beams is 2"),
-    "one-late": ({"rollout_func": returning(one_late)}, "shift"),
+    "one-late": (
+        {
+            "rollout_func": lambda model: Book(
+                model, change=lambda routes: [np.roll(each, 1, axis=0) for each in routes]
+            )
+        },
+        "shift",
+    ),
     "own-loss": ({"kind": OwnLoss, "num_iterations": 1, "steps_per_generation": 2}, "computed a loss without"),
     "continuous-batching": (
         {

@@ -146,7 +146,7 @@ def predict(policy, runs):
         for handle in handles:
             handle.remove()
         shares = {kind: torch.cat(shares).mean().item() for kind, shares in native.items()}
-        return {"native": shares, "metrics": output.get("metrics"), "weights": exported(engine)}
+        return {"native": shares, "metrics": output.get("metrics")}
 
     return each(runs, predicted)
 

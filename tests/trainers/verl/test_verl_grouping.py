@@ -1,5 +1,6 @@
 """Gradients of verl's own losses, by which sequences share a micro-batch: in float64, for every loss that it has."""
 
+import numpy as np
 import pytest
 import torch
 
@@ -16,10 +17,9 @@ from verl.utils import tensordict_utils as tu
 from verl.workers.config import McoreActorConfig
 from verl.workers.config.actor import PolicyLossConfig
 from verl.workers.utils.losses import ppo_loss
-from verl.workers.utils.padding import left_right_2_no_padding
 
 from foreroute.trainers.verl.settings import grouping_refusals
-from tests.trainers.verl.verl_batches import padded, sequences
+from tests.trainers.verl.verl_batches import nested, sequences, unpadded
 
 COUNT = 12
 GROUPINGS = ([[0, 1, 2, 3], [4, 5, 6, 7], [8, 9, 10, 11]], [[11, 2, 7], [0, 5, 9, 3], [4, 1, 6, 8, 10]])
@@ -43,17 +43,11 @@ def actor(loss, **settings):
 
 def batch():
     """A mini-batch as verl's engines have it, of two data-parallel ranks."""
-    pairs, random = sequences(COUNT, seed=3), torch.Generator().manual_seed(0)
-    made = {name: values for name, values in padded(pairs).items() if name != "routed_experts"}
+    pairs, rng = sequences(COUNT, seed=3), np.random.default_rng(0)
+    made = {name: values for name, values in unpadded(pairs).items() if name != "routed_experts"}
     for name, sign in (("old_log_probs", -1), ("advantages", 1), ("ref_log_prob", -1)):
-        made[name] = sign * torch.rand(made["response_mask"].shape, generator=random, dtype=torch.float64)
-    td = left_right_2_no_padding(TensorDict(made, batch_size=COUNT))
-    sizes = {"prompts": [len(prompt) for prompt, _ in pairs]}
-    of_responses = [len(response) for _, response in pairs]
-    for name in ("prompts", "responses", "response_mask", "old_log_probs", "advantages", "ref_log_prob"):
-        rows = [row[:size] for row, size in zip(td[name], sizes.get(name, of_responses), strict=True)]
-        td[name] = torch.nested.as_nested_tensor(rows, layout=torch.jagged)
-    del td["max_response_len"]
+        made[name] = nested([sign * rng.random(len(response)) for _, response in pairs])
+    td = TensorDict(made, batch_size=COUNT)
     tu.assign_non_tensor(td, dp_size=2, batch_num_tokens=97, global_batch_size=2 * COUNT)
     return td
 
