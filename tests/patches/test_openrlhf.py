@@ -23,7 +23,7 @@ import deepspeed
 
 from examples.trl.tiny import tokenizer
 from tests.patches import cuda_on_cpu
-from tests.patches.forced import differing, exact_logprobs, routed_by, tiny, watched
+from tests.patches.forced import differing, routed_by, tiny, watched
 
 PATCH = "openrlhf/upstream/router_replay.patch"
 STEPS, VOCABULARY = 4, 258
@@ -216,36 +216,29 @@ def with_logprobs(actor, batches):
 def test_four_steps_on_the_routes_of_vllm(stage, replay, openrlhf, checkpoint):
     actor = policy(checkpoint, stage, replay)
     for number in range(STEPS):
-        rows, others, apart, status = step(actor, number)
+        rows, others, status = step(actor, number)
         assert rows == ROWS
         if replay:
             assert others == 0
-            assert apart < 1e-5
             assert 0.02 < status["router_disagreement"] < 0.6
         else:  # the control
             assert others > 0.02 * rows
-            assert apart > 1e-3
             assert "router_disagreement" not in status
 
 
 def step(actor, number):
-    """An old-log-prob pass and an update: rows, others, how far log-probs are from float64, the status."""
+    """The rows of an old-log-prob pass and an update, those that went to other experts, and the status."""
     from openrlhf.trainer.ppo_utils.experience import make_experience_batch, split_experience_batch
 
     hf = actor.actor.model.module
     made, routes = samples(Engine(actor.actor.model, number))
-    reference = tiny(vocab_size=VOCABULARY)
-    reference.load_state_dict(weights_of(actor.actor.model))
     rows = others = 0
-    apart = 0.0
     with watched(hf) as given:
         made = with_logprobs(actor, made)
     for at, (sample, ids) in enumerate(zip(made, routes, strict=True)):
         wanted = torch.cat([ids, torch.full((1, 3, 2), -1)])[None]
         row, other = differing(given[at * 3 : at * 3 + 3], wanted, sample.attention_mask)
         rows, others = rows + row, others + other
-        exact = exact_logprobs(reference, sample.sequences, sample.attention_mask, wanted)
-        apart = max(apart, float((sample.action_log_probs - exact)[sample.action_mask.bool()].abs().max()))
         sample.advantages = sample.returns = torch.randn(sample.action_mask.shape) * sample.action_mask
         sample.info, sample.values = {}, None
     batch = make_experience_batch([each for sample in made for each in split_experience_batch(sample)])
@@ -268,4 +261,4 @@ def step(actor, number):
         for each in (calls[:3], calls[:2:-1]):
             row, other = differing(each, wanted, torch.ones_like(tokens))
             rows, others = rows + row, others + other
-    return rows, others, apart, status
+    return rows, others, status

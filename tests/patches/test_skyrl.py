@@ -17,7 +17,7 @@ if "FOREROUTE_PATCHES" not in os.environ:
     pytest.skip("SkyRL has an environment of its own: run `make night PART=patches`", allow_module_level=True)
 
 from tests.patches import cuda_on_cpu
-from tests.patches.forced import differing, exact_logprobs, routed_by, tiny, watched
+from tests.patches.forced import differing, routed_by, tiny, watched
 
 PATCH = "skyrl/upstream/fsdp_router_replay.patch"
 STEPS = 4
@@ -118,12 +118,8 @@ def weights_of(model):
 
 
 def step(actor, batch, wanted):
-    """An old-log-prob pass and an update, each with rows, those that differ, and how far log-probs are from float64."""
+    """The rows of an old-log-prob pass and an update, those that went to other experts, and the metrics."""
     hf, micro = actor.model.model, actor.cfg.micro_train_batch_size_per_gpu
-    reference = tiny()
-    reference.load_state_dict(weights_of(hf))
-    tokens, mask = batch["sequences"], batch["attention_mask"]
-    exact = exact_logprobs(reference, tokens, mask, wanted)
     found = []
     with watched(hf) as given:
         old = actor.forward(batch)
@@ -134,41 +130,26 @@ def step(actor, batch, wanted):
     found.append(given)
     actor.optim_step()
     rows = others = 0
-    parts = zip(wanted.split(micro), mask.split(micro), strict=True)
+    parts = zip(wanted.split(micro), batch["attention_mask"].split(micro), strict=True)
     for at, (routes, real) in enumerate(parts):
         # three layers forwards in the old-log-prob pass; in the update also their recomputation, from the last on
         recomputed = found[1][at * 6 : at * 6 + 6]
         for calls in (found[0][at * 3 : at * 3 + 3], recomputed[:3], recomputed[:2:-1]):
             row, other = differing(calls, routes, real)
             rows, others = rows + row, others + other
-    actions = batch.metadata["response_length"]
-    real = batch["response_mask"].bool()
-    new = [each["logprobs"] for each in updated.loss_fn_outputs]
-    ours = batch["action_log_probs"]
-    apart = float((ours - exact[:, -actions:])[real].abs().max())
-    lengths = real.sum(1).tolist()
-    apart = max(
-        apart,
-        *(
-            float((torch.tensor(each) - row[-length:]).abs().max())
-            for each, row, length in zip(new, exact, lengths, strict=True)
-        ),
-    )
-    return rows, others, apart, updated.metrics
+    return rows, others, updated.metrics
 
 
 @pytest.mark.parametrize("replay", [True, False])
 def test_four_steps_on_the_routes_of_the_rollout(replay, skyrl, checkpoint):
     actor = worker(skyrl, checkpoint, replay)
     for number in range(STEPS):
-        rows, others, apart, metrics = step(actor, *rollout(actor.model.model, number))
+        rows, others, metrics = step(actor, *rollout(actor.model.model, number))
         # in three layers, of the old-log-prob pass, of the update, and of its recomputation
         assert rows == 3 * 3 * (sum(PROMPTS + RESPONSES) - 4)
         if replay:
             assert others == 0
-            assert apart < 1e-5
             assert 0.02 < metrics["router_replay/native_disagreement"] < 0.6
         else:  # the control
             assert others > 0.02 * rows
-            assert apart > 1e-3
             assert "router_replay/native_disagreement" not in metrics
