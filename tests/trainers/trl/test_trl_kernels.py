@@ -27,6 +27,7 @@ def weights_of(trainer):
 
 @pytest.mark.shows("TRL", "`torch_compile`")
 @pytest.mark.usefixtures("no_graphs_left")
+@pytest.mark.exhaustive  # tests/adapters/hf/test_compile.py has compiled models by day
 def test_a_compiled_model_replays_to_the_same_weights(folder):
     """test_trl_passes.py holds the run that is not compiled against the routes of the book."""
     compiled = {"torch_compile": True, "torch_compile_backend": "aot_eager"}

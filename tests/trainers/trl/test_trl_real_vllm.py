@@ -36,10 +36,9 @@ def run(tmp_path, vllm_python):
 
 
 @pytest.mark.exhaustive
-def test_turns_of_a_real_vllm_train_exactly_the_sampled_tokens_under_their_routes(run):
+def test_turns_of_a_real_vllm_are_replayed_to_its_log_probs(run):
     found = run("R3", "float32")
     assert max(found["turns"]) > 1
     assert found["disagreement"] == [0.0]
     assert found["k3"][0] < 1e-9
-    assert found["gradients"] < 1e-3
     assert run("none", "bfloat16")["disagreement"][0] > 0.005  # the control

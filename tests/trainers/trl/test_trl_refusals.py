@@ -86,14 +86,6 @@ def test_what_is_not_replayed_or_wrong_ends_the_run(name, folder):
         make(folder, model=model, **settings).train()
 
 
-def test_routes_of_other_tokens_are_not_compared_either_and_end_no_run(folder, caplog):
-    trainer = make(folder, kind=OF_ANOTHER_SEQUENCE, replay="none", max_steps=1, **NO_OLD_PASS)
-    trainer.train()
-    (said,) = [record.getMessage() for record in caplog.records if record.name.startswith("foreroute")]
-    assert "2 forwards ran on other tokens than the routes of the rollout" in said
-    assert not any(name.startswith("mismatch/") for entry in trainer.state.log_history for name in entry)
-
-
 def test_a_trainer_that_is_not_trls_and_a_release_without_a_hook_are_named(folder, monkeypatch):
     with pytest.raises(AttachError, match=r"derived.*trl\.GRPOTrainer"):
         type("Alone", (RoutingReplay,), {})()
