@@ -21,12 +21,7 @@ EXPERTS = ["experts.gate_up_proj", "experts.down_proj"]
 LORA = LoraConfig(r=4, target_modules=["q_proj", "v_proj"], target_parameters=EXPERTS, init_lora_weights=False)
 
 
-def shortness(completions, **_):
-    return [-float(len(completion)) for completion in completions]
-
-
-TWO_REWARDS = {"reward_funcs": [vowels, shortness], "reward_weights": [1.0, 0.3]}
-TWO_REWARDS |= {"multi_objective_aggregation": "normalize_then_sum"}
+TWO_REWARDS = {"reward_funcs": [vowels, tools_runs.told_apart], "reward_weights": [1.0, 0.3]}
 CUTS = {"temperature": 0.7, "top_p": 0.8, "top_k": 40, "min_p": 0.01, "repetition_penalty": 1.1}
 REFERENCE = {"beta": 0.1, "sync_ref_model": True, "ref_model_sync_steps": 1, "use_bias_correction_kl": False}
 LORAS = {"peft_config": LORA, "beta": 0.1}

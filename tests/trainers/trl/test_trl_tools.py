@@ -12,9 +12,8 @@ import torch
 from examples.trl.tiny import agent
 from foreroute.capture import Generation
 from foreroute.engines.embedded import EmbeddedEngine
-from foreroute.trace import SAMPLING, RoutingTrace, concatenate
+from foreroute.trace import RoutingTrace, concatenate
 from tests.trainers.given_experts import drawn_anew, native
-from tests.trainers.trl.test_trl_masks import SCORES_ON_SETS
 from tests.trainers.trl.tools_runs import Counter, branching, oracle, sequences_of, trained
 from tests.trainers.trl.trl_runs import logged
 
@@ -84,15 +83,3 @@ def test_gradients_are_those_of_sampled_tokens_under_the_routes_of_their_turns(s
         torch.testing.assert_close(trainer.gradients[name], gradient, rtol=1e-3, atol=2e-5)
     assert logged(trainer, "mismatch/disagreement") == [0.0]
     assert not own or logged(trainer, "mismatch/k3")[0] < 1e-9
-
-
-@SCORES_ON_SETS
-@pytest.mark.slow
-def test_sampling_masks_of_all_turns_are_scored_on(folder):
-    k3 = {}
-    for replay in ("R3", "none"):
-        trainer = trained(folder, replay=replay, top_p=0.8)
-        (k3[replay],) = logged(trainer, "mismatch/k3")
-    assert k3["R3"] < 1e-9
-    assert k3["none"] > 1e-2  # the control
-    assert SAMPLING not in trainer.routing.rollout.trace.streams

@@ -1,4 +1,4 @@
-"""Sampling masks of verl's rollouts: from vLLM's answer through verl's server, client and agent loop, and scored."""
+"""Sampling masks of verl's rollouts, scored. test_verl_whole.py has their way from vLLM to the batch."""
 
 import copy
 import importlib
@@ -19,7 +19,6 @@ from foreroute.errors import BatchMismatchError, EngineError, ReplayError
 from foreroute.trainers.verl.settings import MASKS
 from tests.trainers.verl.masked_book import TEMPERATURE, Scores, require_learned, require_scored
 from tests.trainers.verl.verl_engines import make, mean_log_prob, old_log_probs, on_cpu, tensordict
-from tests.trainers.verl.verl_ranks import run
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -69,13 +68,6 @@ def test_log_probs_are_those_of_dense_logits_outside_of_the_sets_at_minus_infini
         assert torch.equal(output["model_output"]["entropy"].values(), expected.values())
 
 
-def learned(engine, scores):
-    with engine.train_mode():
-        engine.optimizer_zero_grad()
-        output = engine.forward_backward_batch(tensordict(scores.batch(), temperature=TEMPERATURE), mean_log_prob)
-        return {name: each.grad.full_tensor() for name, each in engine.module.named_parameters()}, output
-
-
 def without_masks(engine):
     plain = copy.copy(engine)
     plain.model_config = replace(engine.model_config, external_lib=None)
@@ -84,13 +76,17 @@ def without_masks(engine):
 
 @pytest.mark.shows("verl, FSDP engine", "`top_p`, `top_k` under vLLM: scored on the sets that tokens were drawn from")
 def test_gradients_are_those_of_dense_logits_and_the_rollout_is_met(engine, scores):
-    old_log_probs(engine, tensordict(scores.batch(), temperature=TEMPERATURE))
-    gradients, output = learned(engine, scores)
+    td = tensordict(scores.batch(), temperature=TEMPERATURE)
+    old_log_probs(engine, td)
+    with engine.train_mode():
+        engine.optimizer_zero_grad()
+        output = engine.forward_backward_batch(td, mean_log_prob)
+        gradients = {name: each.grad.full_tensor() for name, each in engine.module.named_parameters()}
     require_learned(gradients, scores.gradients)
     assert output["metrics"]["mismatch/k3"][0] < 1e-9
     assert output["metrics"]["mismatch/disagreement"] == [0.0]
     with pytest.raises(EngineError, match=r"are \S+ nats \(k3\)"):
-        old_log_probs(without_masks(engine), tensordict(scores.batch(), temperature=TEMPERATURE))
+        old_log_probs(without_masks(engine), td)
 
 
 def test_masks_that_do_not_arrive_or_are_of_other_tokens_end_the_run(engine, scores):
@@ -113,18 +109,3 @@ def test_log_probs_made_past_the_logits_are_noticed(group, folder, scores):
         engine = masked(folder, strategy="fsdp", model={"use_fused_kernels": True})
         with pytest.raises(ReplayError, match=r"probs.*logits"):
             old_log_probs(engine, tensordict(scores.batch(), use_fused_kernels=True))
-
-
-@pytest.mark.slow
-def test_ranks_of_ulysses_score_their_part_of_the_rows(folder, scores):
-    for log_probs, gradients in run(2, "test_verl_masks.score", folder):
-        require_scored(log_probs, scores)
-        require_learned(gradients, scores.gradients)
-
-
-def score(folder):
-    scores = Scores(folder)
-    with on_cpu():
-        engine = masked(folder, ulysses_sequence_parallel_size=2, pad_to_length=True, pad_to_length_bucket=16)
-        log_probs, _ = old_log_probs(engine, tensordict(scores.batch(), temperature=TEMPERATURE))
-        return log_probs, learned(engine, scores)[0]

@@ -23,17 +23,12 @@ LINES = {
 PLANS = f"{ACTOR}.megatron._target_=foreroute.trainers.verl.planning.PlanningMegatronConfig"
 FUSED = f"{MODEL}.use_fused_kernels=True"
 ULYSSES = f"{ACTOR}.fsdp_config.ulysses_sequence_parallel_size=2"
-FLEX = [
-    f"+{ACTOR}.megatron.override_transformer_config.moe_token_dispatcher_type=flex",
-    f"+{ACTOR}.megatron.override_transformer_config.moe_enable_deepep=True",
-]
-
-
+FLEX = f"+{ACTOR}.megatron.override_transformer_config.moe_token_dispatcher_type=flex"
 SIZES = [f"{ACTOR}.megatron.{name}_parallel_size=2" for name in ("tensor_model", "pipeline_model", "context")]
 SCRIPTS = {
     "qwen3_30b_a3b_fsdp": ["fsdp", f"{ACTOR}.strategy=fsdp2", f"{ACTOR}.use_kl_loss=True"],
     "qwen3_vl_30b_a3b_fsdp": ["fsdp", f"{ACTOR}.strategy=fsdp2", FUSED, ULYSSES],
-    "deepseek_v3_671b_megatron, planned": ["megatron", FUSED, *FLEX, *SIZES, PLANS],
+    "deepseek_v3_671b_megatron, planned": ["megatron", FUSED, FLEX, *SIZES, PLANS],
     "lora, qwen3_30b_a3b_megatron": ["megatron", FUSED, f"{MODEL}.lora.rank=16", *SIZES],
 }
 REFUSED = {"lora, qwen3_30b_a3b_megatron": "lora.rank is set"}
