@@ -23,6 +23,18 @@ from foreroute.core.passes import Rows
 from foreroute.core.routed import TensorRows
 
 VOCAB, DIM, EXPERTS, TOP_K = 50, 32, 8, 3
+SIZES = {
+    "vocab_size": VOCAB,
+    "hidden_size": DIM,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_experts_per_tok": TOP_K,
+    "max_position_embeddings": 64,
+    "use_cache": False,
+    "attn_implementation": "eager",
+    "pad_token_id": None,
+}
+"""Of configurations of transformers."""
 B, T = 2, 10
 # the first tokens differ: two sequences that begin alike give experts equal rows
 TOKENS, OTHER_TOKENS = (

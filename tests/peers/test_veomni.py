@@ -13,10 +13,9 @@ import torch
 from torch.nn import functional
 
 from foreroute.core import AttachError, ReplayError, attach
+from tests.peers import comparing
 from tests.peers.comparing import (
-    DIM,
     TOKENS,
-    VOCAB,
     Kind,
     cells,
     checkpointed,
@@ -33,23 +32,8 @@ require("veomni")
 import transformers
 from veomni.utils.moe_router_replay import set_active_replay
 
-SIZES = {
-    "vocab_size": VOCAB,
-    "hidden_size": DIM,
-    "intermediate_size": 32,
-    "num_hidden_layers": 3,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 8,
-    "num_experts_per_tok": 3,
-    "max_position_embeddings": 64,
-    "use_cache": False,
-    "tie_word_embeddings": False,
-    "attn_implementation": "eager",
-    "pad_token_id": None,
-    "bos_token_id": None,
-    "eos_token_id": None,
-}
+SIZES = comparing.SIZES | {"intermediate_size": 32, "num_key_value_heads": 2, "head_dim": 8}
+SIZES |= {"tie_word_embeddings": False, "bos_token_id": None, "eos_token_id": None}
 
 
 def made(family, class_name, config):

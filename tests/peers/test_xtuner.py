@@ -11,9 +11,8 @@ import torch
 from torch.nn import functional
 
 from foreroute.core import attach
+from tests.peers import comparing
 from tests.peers.comparing import (
-    DIM,
-    VOCAB,
     Kind,
     another_top_k,
     cells,
@@ -36,18 +35,7 @@ pytorch_utils.is_torch_greater_or_equal_than_1_13 = True
 from xtuner.model.transformers_models.deepseek_v2 import DeepseekV2Config, DeepseekV2ForCausalLM
 from xtuner.model.transformers_models.mixtral import MixtralConfig, MixtralForCausalLM
 
-SIZES = {
-    "vocab_size": VOCAB,
-    "hidden_size": DIM,
-    "intermediate_size": 16,
-    "num_hidden_layers": 3,
-    "num_attention_heads": 4,
-    "num_experts_per_tok": 3,
-    "max_position_embeddings": 64,
-    "use_cache": False,
-    "attn_implementation": "eager",
-    "pad_token_id": None,
-}
+SIZES = comparing.SIZES | {"intermediate_size": 16}
 SHARDS = {"moe_implementation": "shard", "expert_in_one_shard": 4}
 
 

@@ -12,8 +12,16 @@ from foreroute.errors import AttachError
 from foreroute.testing.ranks import Workers
 from tests.adapters.hf.model_runs import enable_checkpointing, force_by_hand, loss_of, random_routes
 from tests.roundings import require_rounded, roundings
-from tests.settings.comparing import BATCH, GRADIENT_TERMS, TERMS, loss_of_batch, needs, policy
-from tests.settings.deepspeed_runs import config, import_deepspeed
+from tests.settings.comparing import (
+    BATCH,
+    GRADIENT_TERMS,
+    TERMS,
+    config,
+    import_deepspeed,
+    loss_of_batch,
+    needs,
+    policy,
+)
 
 pytestmark = [needs("deepspeed"), pytest.mark.slow]
 

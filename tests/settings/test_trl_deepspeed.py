@@ -9,8 +9,7 @@ from peft import LoraConfig
 from examples.trl.tiny import policy
 from foreroute.testing.ranks import Workers
 from tests.roundings import most_k3
-from tests.settings.comparing import needs
-from tests.settings.deepspeed_runs import config, import_deepspeed
+from tests.settings.comparing import config, import_deepspeed, needs
 from tests.trainers.trl.trl_runs import NO_AUXILIARY, TERMS, make
 
 pytestmark = [needs("deepspeed"), pytest.mark.slow]

@@ -61,7 +61,6 @@ def stale(model):
 REFUSED = {
     # settings; under "source", what gives a rollout_func of the model
     "prompt tuning": ({"peft_config": PROMPT_TUNING}, ConfigError, "prompt and prefix tuning"),
-    "mode": ({"replay": "R4"}, ConfigError, "expected one of 'none', 'R2', 'R3'"),
     "not spread": ({"topology": TOPOLOGY}, AttachError, 'ep_implementation="foreroute'),
     "no old pass to stop in": ({"sentinel": "stop", **NO_OLD_PASS}, ReplayError, r"sentinel='stop'.*log-probs"),
     "no old pass": ({"replay": "R2", **NO_OLD_PASS}, ReplayError, r"nothing.*replay"),

@@ -13,6 +13,7 @@ from examples.trl.tiny import agent
 from foreroute.capture import Generation
 from foreroute.engines.embedded import EmbeddedEngine
 from foreroute.trace import RoutingTrace, concatenate
+from tests.tiers import grid
 from tests.trainers.given_experts import drawn_anew, native
 from tests.trainers.trl.tools_runs import Counter, branching, oracle, sequences_of, trained
 from tests.trainers.trl.trl_runs import logged
@@ -50,11 +51,8 @@ class Drawn(EmbeddedEngine):
         return rows[: len(tokens)]
 
 
-LATER = {"generate": pytest.mark.slow, "environment": pytest.mark.exhaustive}
-
-
 @pytest.mark.shows("TRL", "`tools` and `environment_factory`")
-@pytest.mark.parametrize("source", ["branches", *(pytest.param(each, marks=LATER[each]) for each in LATER)])
+@grid("source", ["branches", "generate", "environment"], quick=1, day=2)
 def test_gradients_are_those_of_sampled_tokens_under_the_routes_of_their_turns(source, folder):
     model = agent()
     before, engine = copy.deepcopy(model), Drawn(model)
@@ -67,9 +65,7 @@ def test_gradients_are_those_of_sampled_tokens_under_the_routes_of_their_turns(s
     sequences = list(sequences_of(trainer))
     turns = [np.diff(sampled.astype(int)).clip(0).sum() for _, sampled, _ in sequences]
     own = source in ("generate", "environment")
-    assert max(turns) > (2 if own else 1), (
-        "some have three turns where TRL generates, and two where `rollout_func` does"
-    )
+    assert max(turns) > 1
     assert min(np.abs([advantage for *_, advantage in sequences])) > 0
     assert any(not sampled[np.flatnonzero(sampled)[0] :].all() for _, sampled, _ in sequences)
     routes_of = (

@@ -15,9 +15,9 @@ from tensordict import NonTensorData, NonTensorStack
 from verl.workers.engine import EngineRegistry
 from verl.workers.engine.fsdp import transformer_impl
 
-from foreroute.errors import AttachError, CaptureError, ConfigError, EngineError, ReplayError
+from foreroute.errors import CaptureError, ConfigError, EngineError, ReplayError
 from foreroute.trainers import weights_check
-from foreroute.trainers.verl.fsdp import FSDPRoutingReplay, RoutingReplayEngine, register
+from foreroute.trainers.verl.fsdp import RoutingReplayEngine
 from foreroute.trainers.verl.settings import MASKS
 from tests.trainers.given_experts import follows, watched
 from tests.trainers.verl.verl_book import Book
@@ -159,10 +159,3 @@ def test_an_engine_that_has_no_replay_is_refused_where_one_or_masks_are_asked_fo
     masked = SimpleNamespace(external_lib=["one", MASKS])
     with pytest.raises(ConfigError, match=r"Elsewhere.*masks"):
         EngineRegistry.new("language_model", "elsewhere", engine_config=plain, model_config=masked)
-
-
-def test_a_release_that_lacks_a_hook_is_refused_by_name(monkeypatch):
-    register()  # a second time changes nothing
-    monkeypatch.setattr(FSDPRoutingReplay, "backward_step", lambda self: None, raising=False)
-    with pytest.raises(AttachError, match=r"FSDPEngineWithLMHead\.backward_step.*tested"):
-        register()

@@ -15,12 +15,8 @@ from tests.trainers.verl.verl_ranks import run_each
 TENSOR, CONTEXT, PIPELINE = ({f"{kind}_parallel_size": 2} for kind in ("tensor_model", "context", "pipeline_model"))
 SPLITS = {"data": {}, "tensor": TENSOR, "context": CONTEXT, "pipeline": PIPELINE}
 PLANNED = {f"{name}, planned": split | {"plans": True} for name, split in SPLITS.items()}
-RUNS = {
-    **SPLITS,
-    **PLANNED,
-    "data, not replayed": {"replay": "disabled"},
-}
 CONTROL = "data, not replayed"
+RUNS = SPLITS | PLANNED | {CONTROL: {"replay": "disabled"}}
 
 
 @pytest.fixture(scope="module")

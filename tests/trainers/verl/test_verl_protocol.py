@@ -179,12 +179,6 @@ def test_what_cannot_be_true_is_refused_on_the_host_and_alike_on_the_device(make
             read(batch)
 
 
-@pytest.mark.parametrize("batch", [None, {}, {"input_ids": [1]}, SimpleNamespace(batch=None)])
-def test_what_is_no_batch_is_refused(batch):
-    with pytest.raises(CaptureError, match=r"batch.*verl"):
-        trace_of(batch, model=SPEC)
-
-
 def test_top_1_routes_to_expert_0_are_refused_where_they_mean_absent_as_well():
     tokens = [np.arange(1, 5)]
     rows = np.array([5, 6, 7, 0], np.int16).reshape(4, 1, 1)

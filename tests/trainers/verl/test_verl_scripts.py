@@ -1,19 +1,29 @@
-"""MoE scripts of verl, by what decides about replay, and what is said of them before Ray starts.
+"""MoE scripts of verl and docs/verl.md, by what decides about replay, and what is said of them before Ray starts.
 
 Settings are those of the scripts in `examples/` of verl (August 2026), composed with the configuration of the release
 at hand. foreroute's own lines are added, and nothing else.
 """
+
+import re
+import shlex
+from pathlib import Path
 
 import pytest
 
 pytest.importorskip("verl", reason="there is no verl in this environment: run `make night PART=verl`")
 
 from hydra import compose, initialize_config_module
+from verl.utils.config import omega_conf_to_dataclass
 
+from examples.verl import demo_cluster
 from foreroute.errors import ConfigError
+from foreroute.trainers.verl.planning import PlanningMegatronConfig
 from foreroute.trainers.verl.plugin import require_script
-from foreroute.trainers.verl.settings import MASKS
+from foreroute.trainers.verl.settings import MASKS, replay_of
+from tests.trainers.verl.verl_batches import SPEC, padded, sequences
 
+ROOT = Path(__file__).parents[3]
+FENCE = re.compile(r"^```python\n(.*?)^```", re.MULTILINE | re.DOTALL)
 ACTOR, MODEL, ROLLOUT = (f"actor_rollout_ref.{part}" for part in ("actor", "model", "rollout"))
 ROUTES = f"{ROLLOUT}.enable_rollout_routing_replay=True"
 LINES = {
@@ -96,3 +106,47 @@ def test_what_sampling_masks_need_or_do_not_go_with_is_named():
     said = "\n".join(said_of(composed("fsdp", *masks, f"{ROLLOUT}.name=sglang", FUSED)))
     for each in ("4 settings", "from vLLM alone", "return_sampling_mask=True", "use_fused_kernels", "rollout.top_k"):
         assert each in said
+
+
+def test_the_block_of_the_page_runs():
+    [code] = FENCE.findall((ROOT / "docs" / "verl.md").read_text())
+    exec(code, {"batch": padded(sequences(3)), "spec": SPEC})
+
+
+def test_verl_reads_the_configuration_of_the_example_as_meant():
+    script = (ROOT / "examples" / "verl" / "grpo_r3.sh").read_text()
+    command = script[script.index("python3 -m") :].replace("$DATA", "data").replace("$MODEL", "model")
+    words = [word for word in shlex.split(command) if "=" in word]
+    fsdp, _ = lines_of_page()
+    assert len(fsdp) == 3
+    assert set(words) >= set(fsdp)
+    config = composed("fsdp", *words)
+    actor = omega_conf_to_dataclass(config.actor_rollout_ref.actor)
+    assert (actor.engine.strategy, replay_of(actor.engine)) == ("fsdp2", "R3")
+    assert "router_replay" not in config.actor_rollout_ref.ref.fsdp_config
+    assert config.actor_rollout_ref.model.external_lib == "foreroute.trainers.verl.fsdp"
+
+
+def test_verl_reads_the_lines_of_megatron_as_meant():
+    _, lines = lines_of_page()
+    names = {line.partition("=")[0] for line in demo_cluster.SETTINGS + demo_cluster.MEGATRON}
+    assert {line.partition("=")[0] for line in lines} <= names
+    config = composed("megatron", *lines)
+    actor = omega_conf_to_dataclass(config.actor_rollout_ref.actor)
+    assert isinstance(actor.engine, PlanningMegatronConfig)
+    assert (actor.engine.strategy, replay_of(actor.engine)) == ("megatron", "R3")
+    assert (actor.engine.redundant_slots, actor.engine.hardware) == (2, "h100")
+    # the reference is left alone
+    assert config.actor_rollout_ref.ref.megatron["_target_"] == "verl.workers.config.McoreEngineConfig"
+    assert config.actor_rollout_ref.ref.megatron.router_replay.mode == "disabled"
+
+
+def lines_of_page():
+    """Lines of configuration on the page, of FSDP and of Megatron."""
+    page = (ROOT / "docs" / "verl.md").read_text().partition("## Sampling masks")[0].partition("## Megatron")
+    parts = [
+        [line.strip() for line in part.splitlines() if line.startswith(("    actor", "    +"))]
+        for part in (page[0], page[2])
+    ]
+    assert all(parts)
+    return parts

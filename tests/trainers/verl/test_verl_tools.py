@@ -31,12 +31,7 @@ END = 1
 
 
 class Servers:
-    """Answers requests with texts, as verl's client of its servers does.
-
-    Args:
-        texts: of the answers.
-        routes: of what was asked for and answered, of all tokens but the last.
-    """
+    """Answers requests with these texts, as verl's client of its servers does, and with routes of all tokens."""
 
     def __init__(self, texts, routes):
         self._texts, self._routes = [[*chat_tokenizer()(text)["input_ids"], END] for text in texts], routes
