@@ -141,7 +141,6 @@ def test_losses_and_weights_are_those_of_a_single_process(ranks, spec, case):
         away = abs((one["own"][0] + other["own"][0]) / 2 - loss)
         assert away > 100 * roundings(TERMS) * loss, "the control: other routes would be seen"
         for rank in (one, other):
-            assert rank["weights"][step].keys() == after.keys()
             for name, weight in after.items():
                 moved = roundings(GRADIENT_TERMS) * (weight - before[name]).abs().max()
                 held = torch.finfo(weight.dtype).eps * weight.abs().max()  # half a unit, of either one

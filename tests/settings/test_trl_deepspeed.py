@@ -100,18 +100,14 @@ def under_deepspeed(rank, folder):
     results = {}
     for name, (stage, settings) in RUNS.items():
         settings = {each: f"{folder}/{value}" if each == "saved" else value for each, value in settings.items()}
-        model, found = train(f"{folder}/{name}", use_cpu=False, deepspeed=given(stage), **settings)
+        own = ("train_micro_batch_size_per_gpu", "gradient_accumulation_steps", "gradient_clipping")
+        given = config(stage) | dict.fromkeys(own, "auto")  # accelerate fills them in of a trainer's own
+        model, found = train(f"{folder}/{name}", use_cpu=False, deepspeed=given, **settings)
         found["partitioned"] = sum(each.numel() == 0 for each in model.parameters())
         with deepspeed.zero.GatheredParameters(list(model.parameters())):
             found["weights"] = flat(model)
         results[name] = found
     return results
-
-
-def given(stage):
-    """The configuration, with what accelerate fills in of a trainer's own."""
-    own = dict.fromkeys(("train_micro_batch_size_per_gpu", "gradient_accumulation_steps", "gradient_clipping"), "auto")
-    return config(stage) | own
 
 
 @pytest.mark.shows("TRL", "DeepSpeed ZeRO-2 and ZeRO-3, with LoRA too, two processes")

@@ -18,7 +18,6 @@ from tests.trainers import vision_language
 from tests.trainers.given_experts import watched
 from tests.trainers.trl.trl_runs import config, logged
 
-NAMES = ("image", "video", "start")
 TOKENS = ("<|image_pad|>", "<|video_pad|>", "<|vision_start|>", "<|vision_end|>")
 CHAT = """{% for m in messages %}{% if m.content is string %}{{ m.content }}{% else %}{% for part in m.content %}
 {%- if part.type == 'image' %}<|vision_start|><|image_pad|><|vision_end|>{% else %}{{ part.text }}{% endif %}
@@ -48,7 +47,10 @@ def processor():
 def policy():
     """What reads the tokens of the processor; an image of 8 by 8 pixels is one of them."""
     reads = processor()
-    ids = {name: reads.tokenizer.convert_tokens_to_ids(token) for name, token in zip(NAMES, TOKENS, strict=False)}
+    ids = {
+        name: reads.tokenizer.convert_tokens_to_ids(token)
+        for name, token in zip(("image", "video", "start"), TOKENS, strict=False)
+    }
     return vision_language.policy(len(reads.tokenizer), **ids)
 
 

@@ -8,12 +8,9 @@ import pytest
 from examples.trl.tiny import tokenizer
 from foreroute.adapters import hf
 from foreroute.engines.embedded import EmbeddedEngine
-from foreroute.errors import BatchMismatchError
 from foreroute.trainers.trl import GRPOTrainer, rollout_with
-from tests.adapters.hf.families import SPARSE, build
 from tests.attended import SIZES, attended, chosen, followed
-from tests.tiers import grid
-from tests.trainers.trl.trl_runs import NO_AUXILIARY, make, trained
+from tests.trainers.trl.trl_runs import NO_AUXILIARY, trained
 
 
 class Watched(GRPOTrainer):
@@ -58,12 +55,3 @@ def test_every_pass_attends_to_what_the_rollout_did(source, replay, folder):
         others, rows = followed(seen, chosen(trace))
         assert rows > 50
         assert (others == 0) == (replay != "none")
-
-
-@grid(("family", "replay"), [("deepseek_v4", "R3"), ("minimax_m3_vl", "R2")], quick=0)
-def test_units_that_padding_moves_are_refused(folder, family, replay):
-    """The families cut units by their place in the batch, and TRL pads prompts of several lengths on the left."""
-    model = build(family, **SPARSE[family], vocab_size=len(tokenizer()), max_position_embeddings=256)
-    trainer = make(folder, model=model, replay=replay, max_steps=1)
-    with pytest.raises(BatchMismatchError, match=r"sequence.*padding"):
-        trainer.train()

@@ -43,9 +43,6 @@ def bringing(change):
     return Changed
 
 
-OF_ANOTHER_SEQUENCE = bringing(lambda rows: torch.flip(rows, [0]))
-
-
 def returned(change):
     """A `rollout_func` whose routes are changed before they are returned."""
     return lambda model: Book(model, change=change)
@@ -66,12 +63,11 @@ REFUSED = {
     "no old pass": ({"replay": "R2", **NO_OLD_PASS}, ReplayError, r"nothing.*replay"),
     "own step": ({"kind": OwnStep}, ReplayError, "a training step without"),
     "no numbers": ({"kind": bringing(lambda rows: None)}, ReplayError, "foreroute_rows"),
-    "other sequence": ({"kind": OF_ANOTHER_SEQUENCE}, BatchMismatchError, r"the sequences \[1, 0\] of the trace"),
+    "other sequence": ({"kind": bringing(lambda rows: rows.flip(0))}, BatchMismatchError, r"the sequences \[1, 0\] of"),
     "rollout before": ({"kind": bringing(lambda rows: rows - torch.tensor([1, 0]))}, ReplayError, r"rollouts \[0\]"),
-    "too few": ({"source": returned(lambda routes: routes[:-1])}, ReplayError, "7 'routed_experts' for 8"),
+    "late": ({"source": returned(lambda routes: [np.roll(each, 1, 0) for each in routes])}, ReplayError, "shift"),
     "zeros": ({"source": returned(lambda routes: list(map(np.zeros_like, routes)))}, CaptureError, "sequence 0"),
     "other weights": ({"source": stale}, StaleTraceError, r"versions \[7\].*rollout.*0"),
-    "own": ({"source": stale, "replay": "none", "generation_kwargs": {"seed": 1}}, ConfigError, "generation_kwargs"),
 }
 
 

@@ -2,7 +2,6 @@
 
 import re
 
-import numpy as np
 import pytest
 import torch
 import trl
@@ -108,14 +107,6 @@ UNMEASURED = {
         "no 'routed_experts' for 8 sequences",
     ),
     "beams": ({"generation_kwargs": {"num_beams": 2}}, "num_beams is 2"),
-    "one-late": (
-        {
-            "rollout_func": lambda model: Book(
-                model, change=lambda routes: [np.roll(each, 1, axis=0) for each in routes]
-            )
-        },
-        "shift",
-    ),
     "own-loss": ({"kind": OwnLoss, "num_iterations": 1, "steps_per_generation": 2}, "computed a loss without"),
     "continuous-batching": (
         {

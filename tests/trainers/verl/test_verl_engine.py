@@ -53,7 +53,8 @@ def test_a_rollout_that_is_mixed_up_behind_the_first_is_in_the_log(group, folder
         assert update(engine, tensordict(book.batch()))["metrics"]["sentinel/suspicions"] == [expected]
     [line] = [record.message for record in caplog.records if record.message.startswith("The sentinel:")]
     assert "pick other experts" in line
-    with pytest.raises(ReplayError, match="routes"):  # as the first rollout of a run it ends the run
+    book.routes = [np.roll(each[::-1], 1, axis=0) for each in book.routes]
+    with pytest.raises(ReplayError, match="shift"):  # a first rollout a token off ends the run
         old_log_probs(make(folder, "R3"), tensordict(book.batch()))
 
 
@@ -155,7 +156,6 @@ def test_an_engine_that_has_no_replay_is_refused_where_one_or_masks_are_asked_fo
     with pytest.raises(ConfigError, match=r"router_replay\.mode.*elsewhere"):
         EngineRegistry.new("language_model", "elsewhere", engine_config=asks)
     plain = SimpleNamespace(router_replay=SimpleNamespace(mode="disabled"))
-    assert EngineRegistry.new("language_model", "elsewhere", engine_config=plain).engine_config is plain
     masked = SimpleNamespace(external_lib=["one", MASKS])
     with pytest.raises(ConfigError, match=r"Elsewhere.*masks"):
         EngineRegistry.new("language_model", "elsewhere", engine_config=plain, model_config=masked)
