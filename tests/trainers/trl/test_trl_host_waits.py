@@ -77,7 +77,6 @@ def test_no_update_waits_and_an_old_pass_reads_its_mask_alone(tmp_path):
     assert min(sum(each.values()) for each in theirs["step"]) > 25, "TRL's own, of two micro-batches"
     _, *old = ours["pass"]  # behind the check of the first rollout
     assert old == [each + Counter({"to the host": 1}) for each in theirs["pass"]]
-    assert len(old) == 1
     assert set(logged(trainer, "mismatch/disagreement")) == {0.0}
     assert logged(trainer, "mismatch/native_disagreement")
 

@@ -112,13 +112,7 @@ def measure(rank, folder):
     book = Book(model, seed=rank)
     trainer = make(f"{folder}/none", model=model, rollout_func=book, max_steps=1, replay="none")
     trainer.train()
-    results = {"measured": trainer.state.log_history[0], "log_r": log_ratios(book), "cells": differing_cells(book)}
-    # the second process cannot measure its rollout, and the first would wait for it
-    book = Book(policy(), seed=rank, change=lambda routes: None if rank else routes)
-    trainer = make(f"{folder}/alone", model=policy(), rollout_func=book, max_steps=1, replay="none")
-    trainer.train()
-    assert not [name for name in trainer.state.log_history[0] if name.startswith("mismatch/")]
-    return results
+    return {"measured": trainer.state.log_history[0], "log_r": log_ratios(book), "cells": differing_cells(book)}
 
 
 @pytest.fixture(scope="module")

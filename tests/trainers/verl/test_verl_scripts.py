@@ -17,6 +17,7 @@ from verl.utils.config import omega_conf_to_dataclass
 
 from examples.verl import demo_cluster
 from foreroute.errors import ConfigError
+from foreroute.trainers.verl import plugin
 from foreroute.trainers.verl.planning import PlanningMegatronConfig
 from foreroute.trainers.verl.plugin import require_script
 from foreroute.trainers.verl.settings import MASKS, replay_of
@@ -32,12 +33,10 @@ LINES = {
 }
 PLANS = f"{ACTOR}.megatron._target_=foreroute.trainers.verl.planning.PlanningMegatronConfig"
 FUSED = f"{MODEL}.use_fused_kernels=True"
-ULYSSES = f"{ACTOR}.fsdp_config.ulysses_sequence_parallel_size=2"
 FLEX = f"+{ACTOR}.megatron.override_transformer_config.moe_token_dispatcher_type=flex"
 SIZES = [f"{ACTOR}.megatron.{name}_parallel_size=2" for name in ("tensor_model", "pipeline_model", "context")]
 SCRIPTS = {
     "qwen3_30b_a3b_fsdp": ["fsdp", f"{ACTOR}.strategy=fsdp2", f"{ACTOR}.use_kl_loss=True"],
-    "qwen3_vl_30b_a3b_fsdp": ["fsdp", f"{ACTOR}.strategy=fsdp2", FUSED, ULYSSES],
     "deepseek_v3_671b_megatron, planned": ["megatron", FUSED, FLEX, *SIZES, PLANS],
     "lora, qwen3_30b_a3b_megatron": ["megatron", FUSED, f"{MODEL}.lora.rank=16", *SIZES],
 }
@@ -71,6 +70,14 @@ def test_a_script_of_verl_is_taken_as_it_stands_or_all_that_is_in_its_way_is_nam
     said = said_of(composed(engine, *settings, *LINES[engine], ROUTES))
     assert len(said) == (name in REFUSED)
     assert REFUSED.get(name, "") in "".join(said)
+
+
+def test_verl_asks_where_it_validates_a_configuration(monkeypatch):
+    monkeypatch.setattr(plugin.verl_config, "validate_config", lambda config: None)
+    plugin.register()
+    engine, *settings = SCRIPTS["lora, qwen3_30b_a3b_megatron"]
+    with pytest.raises(ConfigError, match=r"lora\.rank"):
+        plugin.verl_config.validate_config(composed(engine, *settings, *LINES[engine], ROUTES))
 
 
 @pytest.mark.shows(
