@@ -35,15 +35,11 @@ def sparse_policy():
 SOURCES = {"generate": None, "our engine": lambda model: rollout_with(EmbeddedEngine(model, "bfloat16", indexers=True))}
 
 
+@pytest.mark.slow
 @pytest.mark.shows("TRL", "indexers of sparse attention")
 @pytest.mark.parametrize(
     ("source", "replay"),
-    [
-        ("generate", "R3"),
-        pytest.param("generate", "R2", marks=pytest.mark.slow),
-        pytest.param("our engine", "R3", marks=pytest.mark.slow),
-        pytest.param("our engine", "none", marks=pytest.mark.slow),  # the control
-    ],
+    [("generate", "R3"), ("generate", "R2"), ("our engine", "R3"), ("our engine", "none")],
 )
 def test_every_pass_attends_to_what_the_rollout_did(source, replay, folder):
     model = sparse_policy()
@@ -54,4 +50,4 @@ def test_every_pass_attends_to_what_the_rollout_did(source, replay, folder):
     for trace, seen in trainer.passes:
         others, rows = followed(seen, chosen(trace))
         assert rows > 50
-        assert (others == 0) == (replay != "none")
+        assert (others == 0) == (replay != "none")  # the control

@@ -44,7 +44,7 @@ def trainer(folder, **settings):
     )
 
 
-@grid("passes", [TWICE, ONCE], ids=["old pass", "no old pass"], quick=1)
+@grid("passes", [TWICE, ONCE], ids=["old pass", "no old pass"], quick=0)
 def test_a_rollout_that_is_mixed_up_is_in_the_log_of_its_step(passes, folder, mixed_up, caplog):
     run = trainer(folder, **passes)
     with caplog.at_level(logging.WARNING):
