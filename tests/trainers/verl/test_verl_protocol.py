@@ -164,7 +164,7 @@ REFUSED = [
     (EACH, changed("response_mask", lambda mask: mask * 2), "response_mask"),
     ([unpadded], lambda batch: batch.update(responses=LONG, response_mask=LONG), "that their sequences, .* have room"),
     ([padded], lambda batch: batch.pop("attention_mask"), "has no 'attention_mask'"),
-    ([padded], lambda batch: batch["attention_mask"].__setitem__((0, PROMPT), 0), "attention_mask"),  # a hole
+    ([padded, between], lambda batch: batch["attention_mask"].__setitem__((0, PROMPT), 0), "attention_mask"),  # a hole
     ([padded], lambda batch: batch["attention_mask"].__setitem__((0, PROMPT), 2), "attention_mask"),
 ]
 
