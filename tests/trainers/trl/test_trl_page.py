@@ -1,5 +1,6 @@
 """The code of docs/trl.md runs, in order, as a reader would have it, and the scripts of examples/trl."""
 
+import difflib
 import re
 import runpy
 import sys
@@ -18,6 +19,7 @@ from tests.trainers.trl.tools_runs import PROMPTS as CONVERSATIONS
 from tests.trainers.trl.trl_runs import PROMPTS, SETTINGS, logged
 
 ROOT = Path(__file__).parents[3]
+EXAMPLES = ROOT / "examples" / "trl"
 FENCE = re.compile(r"^```python\n(.*?)^```", re.MULTILINE | re.DOTALL)
 
 
@@ -52,12 +54,17 @@ def a_users_things():
 
 @grid("script", ["grpo_r3.py", "grpo_tools.py"], quick=0, day=1)
 def test_scripts_replay_every_turn(script, folder, monkeypatch):
-    examples = ROOT / "examples" / "trl"
     monkeypatch.setattr(sys, "argv", [script, folder])
-    monkeypatch.syspath_prepend(str(examples))  # as Python does for a script
-    trainer = runpy.run_path(str(examples / script))["trainer"]
+    monkeypatch.syspath_prepend(str(EXAMPLES))  # as Python does for a script
+    trainer = runpy.run_path(str(EXAMPLES / script))["trainer"]
     assert len(logged(trainer, "loss")) == trainer.args.max_steps
     assert set(logged(trainer, "mismatch/disagreement")) == {0.0}
+
+
+def test_three_lines_turn_replay_on():
+    before, after = ((EXAMPLES / name).read_text().splitlines() for name in ("grpo.py", "grpo_r3.py"))
+    changed = [line for line in difflib.ndiff(before[1:], after[1:]) if line.startswith("+ ") and line.strip() != "+"]
+    assert len(changed) == 3, changed
 
 
 @pytest.mark.slow

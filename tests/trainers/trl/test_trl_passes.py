@@ -4,6 +4,8 @@ from collections import Counter
 
 import numpy as np
 import pytest
+import torch
+import trl
 
 from examples.trl.tiny import policy
 from tests.trainers.given_experts import differing, follows, watched
@@ -106,6 +108,27 @@ def test_r2_replays_what_the_old_pass_routed(folder):
     log_r = log_ratios(books["R2"]).astype(np.float64)
     assert logged(trainers["R2"][0], "mismatch/k3") == [pytest.approx(np.mean(np.exp(log_r) - 1 - log_r), rel=1e-4)]
     assert logged(trainers["R2"][0], "mismatch/native_disagreement")[1] > 0
+
+
+@pytest.mark.slow
+def test_a_resumed_run_goes_on_as_trls_own_and_follows_the_routes_of_its_rollouts(folder):
+    """TRL samples anew where it was cut in the middle of a rollout."""
+    make(folder, kind=trl.GRPOTrainer, save_strategy="steps", save_steps=2, max_steps=2).train()
+    runs, starts = {}, {"plain": {"kind": trl.GRPOTrainer}, "none": {"replay": "none"}, "R3": {}}
+    for name, own in starts.items():
+        model = policy()
+        book = Book(model)
+        trainer = make(folder, model=model, rollout_func=book, **own)
+        with watched(model) as batches:
+            trainer.train(resume_from_checkpoint=f"{folder}/checkpoint-2")
+        updates = [batch for batch in batches if batch.grad]
+        assert len(updates) == 4
+        assert [follows(batch, book.routes) for batch in updates] == [name == "R3"] * 4, name
+        runs[name] = trainer
+    for one, other in zip(runs["plain"].model.parameters(), runs["none"].model.parameters(), strict=True):
+        assert torch.equal(one, other)
+    assert logged(runs["R3"], "mismatch/disagreement") == [0.0]
+    assert logged(runs["none"], "mismatch/disagreement")[0] > 0.05
 
 
 def _changed_since_old(batches, sequences):

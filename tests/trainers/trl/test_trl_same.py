@@ -14,11 +14,11 @@ from foreroute.trainers.trl import RoutingReplay
 from tests.tiers import grid
 from tests.trainers.trl import tools_runs
 from tests.trainers.trl.routes_book import Book
-from tests.trainers.trl.trl_runs import NO_AUXILIARY, logged, saved_policy, trained
+from tests.trainers.trl.trl_runs import NO_AUXILIARY, logged, make, saved_policy, trained
 
 EXPERTS = ["experts.gate_up_proj", "experts.down_proj"]
 LORA = LoraConfig(r=4, target_modules=["q_proj", "v_proj"], target_parameters=EXPERTS, init_lora_weights=False)
-
+TIMES = ("time", "_per_second")
 
 TWO_REWARDS = {"reward_funcs": [vowels, tools_runs.told_apart], "reward_weights": [1.0, 0.3]}
 CUTS = {"temperature": 0.7, "top_p": 0.8, "top_k": 40, "min_p": 0.01, "repetition_penalty": 1.1}
@@ -62,7 +62,7 @@ def require_same(folder, **settings):
     """Train as TRL does, and without replay: with all metrics and weights of TRL. Gives the second."""
     plain, watched = run_of(folder, **settings), run_of(folder, **settings, replay="none")
     for one, other in zip(plain.state.log_history, watched.state.log_history, strict=True):
-        kept = {name: value for name, value in one.items() if not name.endswith(("time", "_per_second"))}
+        kept = {name: value for name, value in one.items() if not name.endswith(TIMES)}
         assert kept == {name: other[name] for name in kept}
     assert max(logged(plain, "grad_norm")) > 0
     for one, other in zip(plain.model.parameters(), watched.model.parameters(), strict=True):
@@ -151,3 +151,15 @@ def test_trls_own_sampling_is_captured(settings, most_k3, folder):
     trainer = trained(folder, max_steps=1, **settings)
     assert logged(trainer, "mismatch/disagreement") == [0.0]
     assert logged(trainer, "mismatch/k3")[0] < most_k3
+
+
+@pytest.mark.slow
+def test_evaluation_is_untouched(folder):
+    results = []
+    for kind in ({"kind": trl.GRPOTrainer}, {"replay": "R3"}):
+        trainer = make(folder, eval_strategy="no", per_device_eval_batch_size=2, **kind)
+        torch.manual_seed(3)
+        metrics = trainer.evaluate()
+        results.append({name: value for name, value in metrics.items() if not name.endswith(TIMES)})
+    assert results[0] == results[1]
+    assert not any("mismatch" in name for name in results[1])

@@ -15,9 +15,9 @@ from tensordict import NonTensorData, NonTensorStack
 from verl.workers.engine import EngineRegistry
 from verl.workers.engine.fsdp import transformer_impl
 
-from foreroute.errors import CaptureError, ConfigError, EngineError, ReplayError
+from foreroute.errors import AttachError, CaptureError, ConfigError, EngineError, ReplayError
 from foreroute.trainers import weights_check
-from foreroute.trainers.verl.fsdp import RoutingReplayEngine
+from foreroute.trainers.verl.fsdp import FSDPRoutingReplay, RoutingReplayEngine, register
 from foreroute.trainers.verl.settings import MASKS
 from tests.trainers.given_experts import follows, watched
 from tests.trainers.verl.verl_book import Book
@@ -89,6 +89,16 @@ def test_without_replay_verl_is_verl_and_the_mismatch_is_measured(group, folder,
         assert torch.equal(one.full_tensor(), other.full_tensor())
 
 
+def test_in_the_precision_that_verl_trains_in_the_routes_are_followed_as_well(group, folder, book):
+    engine = make(folder, "R3", mixed_precision=None)  # bfloat16, under autocast
+    old_log_probs(engine, tensordict(book.batch()))
+    with watched(engine.module) as forwards:
+        old_log_probs(engine, tensordict(book.batch()))
+        output = update(engine, tensordict(book.batch()))
+    assert all(follows(forward, book.by_tokens()) for forward in forwards)
+    assert output["metrics"]["mismatch/disagreement"] == [0.0]
+
+
 def test_a_reference_is_left_alone(group, folder, book, monkeypatch):
     monkeypatch.setattr(transformer_impl, "CPUOffloadPolicy", lambda **_: None)  # pins memory, without a GPU
     reference = make(folder, "R3", forward_only=True)
@@ -132,7 +142,7 @@ def require_native(found, book):
 
 
 @pytest.mark.shows("verl, FSDP engine", "LoRA on experts under FSDP1", refused="PEFT does not find experts under FSDP1")
-def test_what_would_have_no_effect_is_refused(group, folder, book, engine):
+def test_what_would_have_no_effect_is_refused(group, folder, book, engine, monkeypatch):
     with pytest.raises(CaptureError, match="'routed_experts'"):
         old_log_probs(engine, tensordict(book.batch(routes=False)))
     gap = book.batch()
@@ -141,6 +151,9 @@ def test_what_would_have_no_effect_is_refused(group, folder, book, engine):
         old_log_probs(engine, tensordict(gap))
     with pytest.raises(ConfigError, match=r"router_replay.mode.*target_parameters"):
         make(folder, "R3", model=LORA | OF_EXPERTS, strategy="fsdp")
+    monkeypatch.setattr(RoutingReplayEngine.__bases__[1], "forward_backward_batch", lambda *_: {"metrics": {}})
+    with pytest.raises(ReplayError, match="without forward_step"):
+        update(engine, tensordict(book.batch()))
 
 
 @pytest.mark.shows("verl, FSDP engine", "`fsdp_turbo`, TorchTitan, Automodel", refused="their engines have no replay")
@@ -159,3 +172,15 @@ def test_an_engine_that_has_no_replay_is_refused_where_one_or_masks_are_asked_fo
     masked = SimpleNamespace(external_lib=["one", MASKS])
     with pytest.raises(ConfigError, match=r"Elsewhere.*masks"):
         EngineRegistry.new("language_model", "elsewhere", engine_config=plain, model_config=masked)
+
+
+def test_a_release_that_lacks_a_hook_and_an_engine_of_others_in_our_place_are_refused_by_name(monkeypatch):
+    register()  # a second time changes nothing
+    with monkeypatch.context() as changed:
+        changed.setattr(FSDPRoutingReplay, "backward_step", lambda self: None, raising=False)
+        with pytest.raises(AttachError, match=r"FSDPEngineWithLMHead\.backward_step.*tested"):
+            register()
+    others = type("Others", (transformer_impl.FSDPEngineWithLMHead,), {})
+    monkeypatch.setitem(EngineRegistry._engines["language_model"], "fsdp2", {"cpu": others})
+    with pytest.raises(AttachError, match=r"strategy.*FSDPEngine"):
+        register()

@@ -74,6 +74,10 @@ def test_a_script_of_verl_is_taken_as_it_stands_or_all_that_is_in_its_way_is_nam
 
 def test_verl_asks_where_it_validates_a_configuration(monkeypatch):
     monkeypatch.setattr(plugin.verl_config, "validate_config", lambda config: None)
+    assert (
+        f'[project.entry-points."verl.plugins"]\nforeroute = "{plugin.__name__}"'
+        in (ROOT / "pyproject.toml").read_text()
+    )
     plugin.register()
     engine, *settings = SCRIPTS["lora, qwen3_30b_a3b_megatron"]
     with pytest.raises(ConfigError, match=r"lora\.rank"):
