@@ -3,8 +3,6 @@
 
 SETTINGS_ENV ?= .venv-settings
 SETTINGS_LIBRARIES := deepspeed==0.19.8 bitsandbytes==0.50.2 torchao==0.18.0
-# alone, as it does not import under this torch: its formula of a buffer is read from its file
-SETTINGS_ALONE := torchtitan==0.3.0
 SETTINGS_READY := $(SETTINGS_ENV)/.ready-$(call hash,pyproject.toml constraints.txt make/settings.mk)
 
 .PHONY: settings-env night-settings
@@ -17,7 +15,6 @@ $(SETTINGS_READY):
 	$(SETTINGS_ENV)/bin/pip install --quiet --upgrade pip
 	$(SETTINGS_ENV)/bin/pip install --quiet --constraint constraints.txt torch
 	$(SETTINGS_ENV)/bin/pip install --quiet --constraint constraints.txt --editable '.[trl]' --group test $(SETTINGS_LIBRARIES)
-	$(SETTINGS_ENV)/bin/pip install --quiet --no-deps $(SETTINGS_ALONE)
 	rm -f $(SETTINGS_ENV)/.ready*
 	touch $@
 

@@ -25,7 +25,7 @@ $(VERL_READY):
 		printf 'Metadata-Version: 2.1\nName: vllm\nVersion: $(VLLM_VERSION)+cpu\n' > vllm-$(VLLM_VERSION)+cpu.dist-info/METADATA
 	touch $@
 
-# our source against the released verl; at the end twelve whole runs under Ray, of three minutes and 12 GB each
+# our source against the released verl; at the end six whole runs under Ray, of three minutes and 12 GB each
 night-verl: $(VERL_READY) $(KERNELS)
 	PYTHONPATH="$(CURDIR)/src" $(VERL_ENV)/bin/python -m pytest -q tests/trainers/verl
 

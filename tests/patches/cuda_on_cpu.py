@@ -25,10 +25,9 @@ def patched(package, patch, folder):
     stand_in(folder)
 
 
-def stand_in(folder, rank=0, world_size=1):
+def stand_in(folder):
     """A process with gloo, in which CUDA's current device is the CPU."""
-    os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(world_size)}
-    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}
+    os.environ |= {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}
     torch.cuda.current_device = lambda: torch.device("cpu")
     torch.cuda.get_rng_state = torch.get_rng_state
     torch.Tensor.cuda = lambda tensor, *_, **__: tensor
@@ -42,7 +41,7 @@ def stand_in(folder, rank=0, world_size=1):
 
     device_mesh.init_device_mesh = torch.distributed.init_device_mesh = on_cpu
     if not dist.is_initialized():
-        dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=world_size)
+        dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=0, world_size=1)
 
 
 class _Devices(type):
@@ -75,25 +74,14 @@ def names_no_device(package):
 
 
 def flash_attn():
-    """The functions of flash-attn that pack and unpack, without its kernels."""
+    """The modules of flash-attn, without what packs or attends."""
     import transformers  # noqa: F401  it asks whether flash-attn is installed, once
-
-    def unpad_input(states, attention_mask):
-        indices = attention_mask.flatten().nonzero().flatten()
-        lengths = attention_mask.sum(-1, dtype=torch.int32)
-        cumulated = torch.nn.functional.pad(lengths.cumsum(0, dtype=torch.int32), (1, 0))
-        return states.flatten(0, 1)[indices], indices, cumulated, int(lengths.max()), lengths
-
-    def pad_input(states, indices, batch, seqlen):
-        padded = states.new_zeros(batch * seqlen, *states.shape[1:])
-        return padded.index_put((indices,), states).unflatten(0, (batch, seqlen))
 
     package, bert_padding = types.ModuleType("flash_attn"), types.ModuleType("flash_attn.bert_padding")
     package.__spec__ = importlib.machinery.ModuleSpec("flash_attn", None)
     package.__path__ = []
-    bert_padding.unpad_input, bert_padding.pad_input = unpad_input, pad_input
-    bert_padding.index_first_axis = lambda states, indices: states[indices]
-    bert_padding.rearrange = lambda states, _: states.flatten(0, 1)
+    bert_padding.unpad_input = bert_padding.pad_input = None
+    bert_padding.index_first_axis = bert_padding.rearrange = None
     utils, distributed = types.ModuleType("flash_attn.utils"), types.ModuleType("flash_attn.utils.distributed")
     distributed.all_gather = None
     modules = (package, bert_padding, utils, distributed)

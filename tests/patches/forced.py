@@ -1,19 +1,17 @@
-"""The oracle of the patches: what experts were really given, and log-probs of Qwen3-MoE on given routes in float64.
+"""The oracle of the patches: what experts were really given.
 
 Nothing here asks foreroute.
 """
 
-import copy
 from contextlib import contextmanager
 
 import torch
 from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 
 
-def tiny(seed=0, vocab_size=64, dense=0):
-    """Eight experts, two of them for each token, in three layers behind so many dense ones."""
-    sizes = {"hidden_size": 32, "moe_intermediate_size": 32, "num_hidden_layers": 3 + dense, "num_experts": 8}
-    sizes |= {"intermediate_size": 32, "mlp_only_layers": list(range(dense))}
+def tiny(seed=0, vocab_size=64):
+    """Eight experts, two of them for each token, in three layers."""
+    sizes = {"hidden_size": 32, "moe_intermediate_size": 32, "num_hidden_layers": 3, "num_experts": 8}
     heads = {"num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 16, "num_experts_per_tok": 2}
     more = {"initializer_range": 0.2, "norm_topk_prob": True, "pad_token_id": 0, "eos_token_id": 1}
     torch.manual_seed(seed)
@@ -53,33 +51,6 @@ def differing(given, routes_BTLK, mask_BT):
         rows += int(known.sum())
         others += int((ids[known].sort(-1).values != wanted[known].sort(-1).values).any(-1).sum())
     return rows, others
-
-
-@torch.no_grad()
-def exact_logprobs(model, tokens_BT, mask_BT, routes_BTLK, **given):
-    """float64 [B, T - 1] of each next token, with these experts forced where there is a route."""
-    exact = copy.deepcopy(model).double().eval()
-    exact.set_experts_implementation("eager")  # the others know no float64
-    routers = [m for m in exact.modules() if type(m).__name__ == "Qwen3MoeTopKRouter"]
-    assert len(routers) == routes_BTLK.shape[2]
-    for layer, router in enumerate(routers):
-        router.register_forward_hook(_forcing(routes_BTLK[:, :, layer].flatten(0, 1).long(), mask_BT.flatten().bool()))
-    logits = exact(input_ids=tokens_BT, attention_mask=mask_BT, use_cache=False, **given).logits[:, :-1]
-    return logits.log_softmax(-1).gather(-1, tokens_BT[:, 1:, None])[..., 0]
-
-
-def _forcing(wanted, real):
-    known = (wanted >= 0).all(-1, keepdim=True) & real[:, None]
-
-    def force(router, args, output):
-        logits, _, native = output
-        ids = torch.where(known, wanted, native)
-        weights = logits.double().softmax(-1).gather(-1, ids)
-        if router.norm_topk_prob:
-            weights = weights / weights.sum(-1, keepdim=True)
-        return logits, weights, ids
-
-    return force
 
 
 @torch.no_grad()

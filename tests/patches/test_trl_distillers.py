@@ -1,6 +1,5 @@
 """TRL's distillers with R3 of the student: experts are given the rollout's routes in every step, and without it not."""
 
-from contextlib import contextmanager
 from importlib.metadata import version
 from importlib.util import find_spec
 
@@ -20,7 +19,9 @@ from trl.trainer import distillation_trainer
 
 from examples.trl import distill_r3
 from examples.trl.tiny import chat_tokenizer, policy
-from tests.patches.forced import differing, exact_logprobs, watched
+from tests.patches.forced import watched
+from tests.trainers import given_experts
+from tests.trainers.given_experts import differing, drawn_anew
 from tests.trainers.trl import vllm_fakes
 
 
@@ -47,68 +48,7 @@ SETTINGS = {
 TEXTS = [f"{'very ' * (i % 3)}many vowels {i}" for i in range(32)]
 
 
-class Books:
-    """The sequences of a rollout and their routes [T - 1, L, K], as an engine wrote them down."""
-
-    def __init__(self):
-        self.routes = {}
-
-    def of(self, tokens, mask):
-        """[B, T, L, K] of a batch, -1 where there is no route."""
-        found = torch.full((*tokens.shape, 3, 2), -1)
-        for row, ids, real in zip(found, tokens, mask.bool(), strict=True):
-            routes = self.routes.get(tuple(ids[real].tolist()))
-            if routes is not None:
-                first = int(real.int().argmax())
-                row[first : first + len(routes)] = torch.from_numpy(routes)
-        return found
-
-
-@contextmanager
-def scored(model, *, gradients=True):
-    """Forwards over sampled sequences, each with tokens, mask, weights, log-probs and what experts were given."""
-    steps = []
-
-    def begin(_, args, kwargs):
-        if torch.is_grad_enabled() == gradients:
-            weights = {name: tensor.detach().clone() for name, tensor in model.state_dict().items()}
-            tokens, mask = kwargs["input_ids"], kwargs["attention_mask"]
-            steps.append({"tokens": tokens, "mask": mask, "weights": weights, "first": len(given)})
-
-    def end(_, args, output):
-        if torch.is_grad_enabled() == gradients:
-            step = steps[-1]
-            step["given"] = given[step["first"] :]
-            logits = (output.last_hidden_state[:, :-1] @ model.lm_head.weight.T).detach().double()
-            step["logprobs"] = logits.log_softmax(-1).gather(-1, step["tokens"][:, 1:, None])[..., 0]
-
-    with watched(model) as given:
-        handles = [
-            model.model.register_forward_pre_hook(begin, with_kwargs=True),
-            model.model.register_forward_hook(end),
-        ]
-        yield steps
-        for handle in handles:
-            handle.remove()
-
-
-def judged(steps, books):
-    """Rows with a route, those that went to other experts, and the largest distance of log-probs to float64."""
-    rows = others = 0
-    apart = 0.0
-    for step in steps:
-        routes = books.of(step["tokens"], step["mask"])
-        found = differing(step["given"], routes, step["mask"])
-        rows, others = rows + found[0], others + found[1]
-        reference = policy()
-        reference.load_state_dict(step["weights"])
-        exact = exact_logprobs(reference, step["tokens"], step["mask"], routes)
-        real = step["mask"][:, 1:].bool()
-        apart = max(apart, float((step["logprobs"] - exact)[real].abs().max()))
-    return rows, others, apart
-
-
-def writing_down(model, books):
+def writing_down(model, known):
     """The model, whose `generate` writes down what its experts were given."""
     sample = model.generate
 
@@ -123,7 +63,7 @@ def writing_down(model, books):
             first = int(prompt_mask.int().argmax())
             ends = (tokens[len(prompt_mask) :] == 1).nonzero()[:1].flatten()
             last = len(prompt_mask) + int(ends[0]) + 1 if len(ends) else len(tokens)
-            books.routes[tuple(tokens[first:last].tolist())] = ids[first : last - 1].numpy()
+            known[tuple(tokens[first:last].tolist())] = ids[first : last - 1].numpy()
         return output
 
     model.generate = generate
@@ -133,8 +73,8 @@ def writing_down(model, books):
 class Engine:
     """A bfloat16 copy of who samples, its routers a little off."""
 
-    def __init__(self, books):
-        self.books = books
+    def __init__(self, known):
+        self.known = known
 
     def __call__(self, model):
         engine = policy().bfloat16()
@@ -142,136 +82,70 @@ class Engine:
         generator = torch.Generator().manual_seed(0)
         for router in (m for m in engine.modules() if type(m).__name__ == "Qwen3MoeTopKRouter"):
             router.weight.data += 0.05 * torch.randn(router.weight.shape, generator=generator).bfloat16()
-        return writing_down(engine, self.books)
+        return writing_down(engine, self.known)
 
 
-def gkd_trainer(folder, model, *, teacher=None, kind=distill_r3.GKDTrainer, **settings):
+class Native(distill_r3.GKDTrainer):
+    """The control: it forgets the rollout's routes."""
+
+    def compute_loss(self, *args, **kwargs):
+        self._rollout = None
+        return super().compute_loss(*args, **kwargs)
+
+
+@pytest.mark.parametrize("kind", [distill_r3.GKDTrainer, pytest.param(Native, marks=pytest.mark.slow)])
+def test_gkd_trains_the_student_on_the_routes_of_its_rollout(kind, tmp_path):
+    model, routes = policy(), {}
     chats = [[{"role": "user", "content": text}, {"role": "assistant", "content": "aeiou"}] for text in TEXTS]
-    config = {"max_new_tokens": 8, "lmbda": 1.0, "output_dir": folder, **SETTINGS, **settings}
-    samples_for = {"samples_for": config.pop("samples_for")} if "samples_for" in config else {}
-    return kind(
+    trainer = kind(
         model=model,
-        teacher_model=teacher or policy(seed=1),
-        args=gkd.GKDConfig(**config),
+        teacher_model=policy(seed=1),
+        args=gkd.GKDConfig(max_new_tokens=8, lmbda=1.0, output_dir=tmp_path, **SETTINGS),
         processing_class=chat_tokenizer(),
         train_dataset=Dataset.from_dict({"messages": chats}),
-        **samples_for,
+        samples_for=Engine(routes),
     )
-
-
-def test_gkd_trains_the_student_on_the_routes_of_its_rollout(tmp_path):
-    model, books = policy(), Books()
-    trainer = gkd_trainer(tmp_path, model, samples_for=Engine(books))
-    with scored(model) as steps:
+    with given_experts.watched(model) as forwards:
         trainer.train()
-    rows, others, apart = judged(steps, books)
-    assert len(steps) == 8
-    assert (others, rows > 1000) == (0, True)
-    assert apart < 1e-5
+    require_followed(forwards, routes, kind is not Native)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("settings", [{"activation_checkpointing": True}, {"lmbda": 0.0, "seq_kd": True}], ids=str)
-def test_gkd_recomputes_and_a_teacher_that_samples_scores_on_its_own_routes(settings, tmp_path):
-    model, teacher, books = policy(), policy(seed=1), Books()
-    trainer = gkd_trainer(tmp_path, model, teacher=teacher, samples_for=Engine(books), max_steps=1, **settings)
-    of_teacher = settings.get("seq_kd", False)
-    with scored(teacher if of_teacher else model, gradients=not of_teacher) as steps, watched(model) as given:
-        trainer.train()
-    rows, others, apart = judged(steps, books)
-    assert others == 0 < rows
-    assert apart < 1e-5
-    # the student's recomputation too; its own routes on what the teacher sampled
-    recomputed = not of_teacher
-    assert len(given) == 2 * 3 * (1 + recomputed)
-    for at, step in enumerate(steps):
-        calls = given[3 * at * (1 + recomputed) : 3 * (at + 1) * (1 + recomputed)]
-        calls = [*calls[:3], *reversed(calls[3:])]
-        others = differing(calls, books.of(step["tokens"], step["mask"]), step["mask"])[1]
-        assert (others > 0) == of_teacher
-
-
-@pytest.mark.slow
-def test_gkd_without_replay_and_with_routes_a_token_off_differs(tmp_path, monkeypatch):
-    class Native(distill_r3.GKDTrainer):
-        def compute_loss(self, *args, **kwargs):
-            self._rollout = None
-            return super().compute_loss(*args, **kwargs)
-
-    class Shifted(distill_r3.GKDTrainer):
-        def generate_on_policy_outputs(self, *args):
-            sampled = super().generate_on_policy_outputs(*args)
-            owner, tokens, routes = self._rollout
-            self._rollout = owner, tokens, routes.roll(1, 1)
-            return sampled
-
-    for kind, least in ((Native, 0.02), (Shifted, 0.5)):
-        model, books = policy(), Books()
-        with scored(model) as steps:
-            gkd_trainer(tmp_path, model, kind=kind, samples_for=Engine(books), max_steps=1).train()
-        rows, others, apart = judged(steps, books)
-        assert others > least * rows > 0
-        assert apart > 1e-3
+def require_followed(forwards, routes, replays):
+    rows, others = differing([forward for forward in forwards if forward.grad], routes)
+    assert rows > 1000
+    assert others == 0 if replays else others > 0.02 * rows
 
 
 @pytest.mark.slow
 def test_distillation_trains_on_the_routes_that_vllm_returned(tmp_path, monkeypatch):
-    monkeypatch.setattr(vllm_fakes.Sampler, "sample", of_vllm(vllm_fakes.Sampler.sample, books := Books()))
+    monkeypatch.setattr(vllm_fakes.Sampler, "sample", of_vllm(vllm_fakes.Sampler.sample, known := {}))
     vllm_fakes.colocated(monkeypatch, drawn_in_part)
     monkeypatch.setattr(distillation_trainer, "is_vllm_available", lambda: True)
-    found = {}
-    for kind, max_steps in ((distill_r3.DistillationTrainer, 4), (trl.DistillationTrainer, 1)):
+    for kind in (distill_r3.DistillationTrainer, trl.DistillationTrainer):
         model = policy()
-        with scored(model) as steps:
-            distillation(tmp_path, model, kind=kind, max_steps=max_steps, **vllm_fakes.COLOCATE).train()
-        found[kind] = judged(steps, books)
-    rows, others, apart = found[distill_r3.DistillationTrainer]
-    assert (others, rows > 1000) == (0, True)
-    assert apart < 1e-5
-    rows, others, apart = found[trl.DistillationTrainer]
-    assert others > 0.1 * rows > 0
-    assert apart > 1e-3
-
-
-@pytest.mark.slow
-def test_distillation_by_generate_trains_on_the_routes_of_its_rollout(tmp_path):
-    books = Books()
-    model = writing_down(policy(), books)
-    with scored(model) as steps:
-        distillation(tmp_path, model).train()
-    rows, others, apart = judged(steps, books)
-    assert (others, rows > 1000) == (0, True)
-    assert apart < 1e-5
-
-
-def distillation(folder, model, *, kind=distill_r3.DistillationTrainer, **settings):
-    config = {"max_completion_length": 8, "output_dir": folder, **SETTINGS, **settings}
-    return kind(
-        model=model,
-        teacher_model=policy(seed=1),
-        args=trl.DistillationConfig(**config),
-        processing_class=chat_tokenizer(),
-        train_dataset=Dataset.from_dict({"prompt": TEXTS}),
-    )
+        config = SETTINGS | vllm_fakes.COLOCATE | {"max_completion_length": 8}
+        trainer = kind(
+            model=model,
+            teacher_model=policy(seed=1),
+            args=trl.DistillationConfig(output_dir=tmp_path, **config),
+            processing_class=chat_tokenizer(),
+            train_dataset=Dataset.from_dict({"prompt": TEXTS}),
+        )
+        with given_experts.watched(model) as forwards:
+            trainer.train()
+        require_followed(forwards, known, kind is distill_r3.DistillationTrainer)
 
 
 def drawn_in_part(routes):
-    """A sixth of the (token, layer) drawn anew, so that no model would take them."""
     rng = np.random.default_rng(len(routes[0]))
-    changed = []
-    for ids in routes:
-        cells = rng.random(ids.shape[:2]) < 1 / 6
-        new = ids.copy()
-        new[cells] = np.argsort(rng.random((*ids.shape[:2], 8)), axis=-1)[cells][:, :2]
-        changed.append(new)
-    return changed
+    return [drawn_anew(ids, 1 / 6, rng) for ids in routes]
 
 
-def of_vllm(sample, books):
+def of_vllm(sample, known):
     def wrapped(sampler, prompts, **kwargs):
         sampled = sample(sampler, prompts, **kwargs)
         for prompt, response, _, routes, _ in sampled:
-            books.routes[(*prompt, *response)] = routes.astype(np.int64)
+            known[(*prompt, *response)] = routes.astype(np.int64)
         return sampled
 
     return wrapped

@@ -18,13 +18,23 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import create_selective_checkpoint_contexts
 
-from foreroute.core import AttachError, attach
-from foreroute.core.hooks import SelectingRouter
+from foreroute.core import attach
 from foreroute.core.passes import Rows
 from foreroute.core.routed import TensorRows
-from foreroute.core.selection import LayerPass
 
 VOCAB, DIM, EXPERTS, TOP_K = 50, 32, 8, 3
+SIZES = {
+    "vocab_size": VOCAB,
+    "hidden_size": DIM,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_experts_per_tok": TOP_K,
+    "max_position_embeddings": 64,
+    "use_cache": False,
+    "attn_implementation": "eager",
+    "pad_token_id": None,
+}
+"""Of configurations of transformers."""
 B, T = 2, 10
 # the first tokens differ: two sequences that begin alike give experts equal rows
 TOKENS, OTHER_TOKENS = (
@@ -93,7 +103,7 @@ def by_layer(ids: Tensor) -> Tensor:
 
 
 class Subject:
-    """A model under the checks, which are methods; each fails by itself, and `test_*_controls` have them fail."""
+    """A model under the checks, which are methods; each fails by itself; `require_control` has one of them fail."""
 
     def __init__(self, kind: Kind, variant: str = "plain") -> None:
         self.kind, self.is_compiled = kind, "compile" in variant
@@ -196,70 +206,16 @@ def run(kind: Kind, variant: str) -> None:
         getattr(subject, f"check_{check}")()
 
 
-def require_control(kind: Kind, check: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Plant a fault, after the checks before this one have passed, and have this one fail."""
+def require_control(kind: Kind, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rows are those of the token before, and `check_obeyed` fails."""
     subject = Subject(kind)
-    for before in CHECKS[: CHECKS.index(check)]:
-        getattr(subject, f"check_{before}")()
-    if check != "found":
-        subject.routed.hooks.experts.clear()  # a session looks at what experts are handed, too
-    FAULTS[check](monkeypatch)
-    try:
-        getattr(subject, f"check_{check}")()
-    except (AssertionError, AttachError):
-        return
-    pytest.fail(f"the check passed with its fault: {FAULTS[check].__name__}")
-
-
-def routers_sort(monkeypatch):
-    """They select without a top-k, so that nothing is seen."""
-
-    def by_sort(scores, k, dim=-1, **_):
-        values, indices = scores.sort(dim, descending=True)
-        return torch.return_types.topk([each.narrow(dim, 0, k).contiguous() for each in (values, indices)])
-
-    monkeypatch.setattr(torch, "topk", by_sort)
-    monkeypatch.setattr(Tensor, "topk", by_sort)
-
-
-def the_next_expert_is_kept(monkeypatch):
-    keep = LayerPass.keep
-    monkeypatch.setattr(LayerPass, "keep", lambda self, native_RK: keep(self, (native_RK + 1) % EXPERTS))
-
-
-def gate_weights_have_no_gradient(monkeypatch):
-    select = SelectingRouter.select
-
-    def detached(self, now, *args, **kwargs):
-        result = select(self, now, *args, **kwargs)
-        parts = [each.detach() if isinstance(each, Tensor) else each for each in result]
-        return tuple(parts) if now.ids_RK is not None else result
-
-    monkeypatch.setattr(SelectingRouter, "select", detached)
-
-
-def the_second_batch_is_given_the_rows_of_the_first(monkeypatch):
-    of, first = TensorRows.of, []
-
-    def same(self, *args):
-        first.append(of(self, *args))
-        return first[0]
-
-    monkeypatch.setattr(TensorRows, "of", same)
-
-
-def rows_are_those_of_the_token_before(monkeypatch):
+    subject.check_found()
+    subject.check_recorded()
+    subject.routed.hooks.experts.clear()  # a session looks at what experts are handed, too
     of = TensorRows.of
     monkeypatch.setattr(TensorRows, "of", lambda *args: Rows(of(*args).ids_LRK.roll(1, 1)))
-
-
-FAULTS = {
-    "found": routers_sort,
-    "recorded": the_next_expert_is_kept,
-    "own": gate_weights_have_no_gradient,
-    "obeyed": rows_are_those_of_the_token_before,
-    "gradients": the_second_batch_is_given_the_rows_of_the_first,
-}
+    with pytest.raises(AssertionError):
+        subject.check_obeyed()
 
 
 def same_sets(listed, ids_LNK: Tensor) -> bool:

@@ -10,7 +10,6 @@ from torch.nn import functional
 
 from foreroute.core import AttachError, attach
 from tests.peers.comparing import (
-    CHECKS,
     DIM,
     TOKENS,
     VOCAB,
@@ -187,15 +186,8 @@ def test_routes_are_recorded_and_replayed(kind, variant):
     run(kind, variant)
 
 
-@pytest.mark.parametrize("check", CHECKS)
-@pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.name)
-def test_each_check_sees_its_fault(kind, check, monkeypatch):
-    require_control(kind, check, monkeypatch)
-
-
-def test_without_an_example_the_error_names_the_argument():
-    with pytest.raises(AttachError, match=r"attach\(model, example=.* tokens"):
-        attach(make_qwen3())
+def test_routes_of_other_tokens_are_seen(monkeypatch):
+    require_control(KINDS[0], monkeypatch)
 
 
 def test_a_router_that_discards_its_top_k_is_refused():

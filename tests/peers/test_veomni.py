@@ -13,21 +13,16 @@ import torch
 from torch.nn import functional
 
 from foreroute.core import AttachError, ReplayError, attach
+from tests.peers import comparing
 from tests.peers.comparing import (
-    CHECKS,
-    DIM,
     TOKENS,
-    VOCAB,
     Kind,
-    by_layer,
     cells,
     checkpointed,
     ids_handed_to,
     replaced,
     require,
-    require_control,
     run,
-    same_sets,
     seeded,
     selective,
 )
@@ -37,23 +32,8 @@ require("veomni")
 import transformers
 from veomni.utils.moe_router_replay import set_active_replay
 
-SIZES = {
-    "vocab_size": VOCAB,
-    "hidden_size": DIM,
-    "intermediate_size": 32,
-    "num_hidden_layers": 3,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 8,
-    "num_experts_per_tok": 3,
-    "max_position_embeddings": 64,
-    "use_cache": False,
-    "tie_word_embeddings": False,
-    "attn_implementation": "eager",
-    "pad_token_id": None,
-    "bos_token_id": None,
-    "eos_token_id": None,
-}
+SIZES = comparing.SIZES | {"intermediate_size": 32, "num_key_value_heads": 2, "head_dim": 8}
+SIZES |= {"tie_word_embeddings": False, "bos_token_id": None, "eos_token_id": None}
 
 
 def made(family, class_name, config):
@@ -184,23 +164,14 @@ def test_routes_are_recorded_and_replayed(kind, variant):
     run(kind, variant)
 
 
-@pytest.mark.parametrize("check", CHECKS)
-@pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.name)
-def test_each_check_sees_its_fault(kind, check, monkeypatch):
-    require_control(kind, check, monkeypatch)
-
-
-def test_as_they_are_models_are_attached_or_the_error_names_the_argument():
+def test_as_they_are_models_are_attached():
     for make in (make_qwen3, make_deepseek_v3, make_gpt_oss):
         assert len(attach(make()).hooks.routers) == 3
-    with pytest.raises(AttachError, match=r"cu_seq_lens_q.*attach\(model, example="):
-        attach(make_qwen3_5())
 
 
-@pytest.mark.parametrize("make", [make_qwen3, make_qwen3_5])
-def test_its_own_replay_behind_a_router_is_told(make):
+def test_its_own_replay_behind_a_router_is_told():
     """It swaps ids between routers and experts: what a router picked is not what runs."""
-    model = make()
+    model = make_qwen3_5()
     arguments = {"input_ids": TOKENS, **offsets(TOKENS)}
     routed = attach(model, arguments)
     with torch.no_grad(), routed.record() as recording:
@@ -211,9 +182,5 @@ def test_its_own_replay_behind_a_router_is_told(make):
         said = pytest.raises(ReplayError, match="handed other")
         with torch.no_grad(), by_its_manager(model, others), said, session():
             model(**arguments)
-    routed.hooks.experts.clear()  # the control: nothing else tells, and what is recorded did not run
-    with torch.no_grad(), by_its_manager(model, others), routed.record() as recording:
-        model(**arguments)
-    assert not same_sets(by_layer(recording.ids()[0]), others)
     with torch.no_grad(), by_its_manager(model, others), pytest.raises(AttachError, match="not those"):
         attach(model, arguments)

@@ -1,6 +1,7 @@
 """What every setting is held against: a twin of the model that foreroute never sees, its experts forced by hand."""
 
 import os
+from importlib import import_module
 from importlib.util import find_spec
 
 import pytest
@@ -80,3 +81,25 @@ def require_same_gradients(model, twin):
 
 def loss_of_batch(model):
     return loss_of(model, BATCH).float()
+
+
+def import_deepspeed(rank):
+    """Import it in a worker as torchrun's processes do, over the group that the worker has."""
+    environment = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": 2, "MASTER_ADDR": "localhost", "MASTER_PORT": 1}
+    os.environ |= {name: str(value) for name, value in environment.items()} | {"DS_ACCELERATOR": "cpu"}
+    import deepspeed
+
+    # gloo takes its place; building it takes a compiler, and most of a minute. `deepspeed.comm.torch` is torch itself
+    import_module("deepspeed.comm.torch").build_shm_op = lambda: None
+    return deepspeed
+
+
+def config(stage):
+    """A step as torch has it: every parameter is taken apart at stage 3, and no gradient is clipped."""
+    return {
+        "train_micro_batch_size_per_gpu": 2,
+        "gradient_accumulation_steps": 1,
+        "gradient_clipping": 0.0,
+        "zero_allow_untested_optimizer": True,
+        "zero_optimization": {"stage": stage, "stage3_param_persistence_threshold": 0},
+    }

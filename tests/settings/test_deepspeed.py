@@ -12,8 +12,16 @@ from foreroute.errors import AttachError
 from foreroute.testing.ranks import Workers
 from tests.adapters.hf.model_runs import enable_checkpointing, force_by_hand, loss_of, random_routes
 from tests.roundings import require_rounded, roundings
-from tests.settings.comparing import BATCH, GRADIENT_TERMS, TERMS, loss_of_batch, needs, policy
-from tests.settings.deepspeed_runs import config, import_deepspeed
+from tests.settings.comparing import (
+    BATCH,
+    GRADIENT_TERMS,
+    TERMS,
+    config,
+    import_deepspeed,
+    loss_of_batch,
+    needs,
+    policy,
+)
 
 pytestmark = [needs("deepspeed"), pytest.mark.slow]
 
@@ -133,7 +141,6 @@ def test_losses_and_weights_are_those_of_a_single_process(ranks, spec, case):
         away = abs((one["own"][0] + other["own"][0]) / 2 - loss)
         assert away > 100 * roundings(TERMS) * loss, "the control: other routes would be seen"
         for rank in (one, other):
-            assert rank["weights"][step].keys() == after.keys()
             for name, weight in after.items():
                 moved = roundings(GRADIENT_TERMS) * (weight - before[name]).abs().max()
                 held = torch.finfo(weight.dtype).eps * weight.abs().max()  # half a unit, of either one

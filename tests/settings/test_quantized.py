@@ -1,22 +1,18 @@
-"""Models whose attention is quantized, with adapters, are replayed as they are without foreroute."""
+"""Models whose attention is quantized, with adapters, are replayed and trained by TRL as without foreroute."""
 
 from functools import partial
 
 import pytest
 import torch
+import trl
+from peft import LoraConfig
 from transformers import AutoModelForCausalLM, BitsAndBytesConfig
 
-from foreroute.adapters import hf
-from foreroute.core import untouched
-from tests.adapters.hf.model_runs import force_by_hand, gradients
-from tests.settings.comparing import (
-    loss_of_batch,
-    needs,
-    policy,
-    require_replayed,
-    require_same_gradients,
-    with_lora,
-)
+from examples.trl import tiny
+from foreroute.trainers.trl import GRPOTrainer
+from tests.settings.comparing import needs, policy, require_replayed, with_lora
+from tests.trainers.trl.tools_runs import told_apart
+from tests.trainers.trl.trl_runs import logged, make
 
 
 def int8():
@@ -26,11 +22,9 @@ def int8():
     return TorchAoConfig(Int8WeightOnlyConfig(version=2))
 
 
-NESTED = partial(BitsAndBytesConfig, load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_use_double_quant=True)
 FORMS = [
     pytest.param(partial(BitsAndBytesConfig, load_in_8bit=True), id="8-bit", marks=needs("bitsandbytes")),
     pytest.param(partial(BitsAndBytesConfig, load_in_4bit=True), id="4-bit", marks=needs("bitsandbytes")),
-    pytest.param(NESTED, id="4-bit, nested", marks=needs("bitsandbytes")),
     pytest.param(int8, id="int8", marks=needs("torchao")),
 ]
 
@@ -56,37 +50,39 @@ def test_quantized_models_with_adapters(form, folder):
     require_replayed(make)
 
 
-@needs("bitsandbytes")
-@pytest.mark.parametrize("mended", [True, False])
-def test_a_rollout_in_eval_mode_leaves_what_trains_adapters(mended, folder, monkeypatch):
-    """Where the processor has AVX512-BF16, bitsandbytes packs 4-bit weights there for a kernel without a backward."""
-    if not mended:
-        monkeypatch.setattr(untouched._Values, "put_back", lambda held: None)
-
-    def make():
-        model = AutoModelForCausalLM.from_pretrained(
-            folder, quantization_config=NESTED(), trust_remote_code=False, use_safetensors=True
-        )
-        return with_lora(model).train()
-
-    model, twin, plain = make(), make(), make().eval()
-    with torch.no_grad():
-        loss_of_batch(plain)
-    if not any(map(is_packed, plain.parameters())):
-        pytest.skip("bitsandbytes packs no weights on this processor, as it has no AVX512-BF16")
-    routed = hf.attach(model)
-    with torch.no_grad(), routed.record() as recording:
-        loss_of_batch(model.eval())
-    with routed.replay(recording.trace()):
-        loss_of_batch(model.train()).backward()
-    assert any(map(is_packed, model.parameters())) != mended
-    force_by_hand(twin, recording.trace().expert_ids_NLK)
-    loss_of_batch(twin).backward()
-    if mended:
-        require_same_gradients(model, twin)
-    else:
-        assert gradients(model).keys() < gradients(twin).keys()
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("policy")
+    tiny.policy().save_pretrained(folder)
+    return folder
 
 
-def is_packed(parameter):
-    return getattr(getattr(parameter, "quant_state", None), "packing_format_for_cpu", False)
+def trained(saved, folder, config, kind, **settings):
+    """The trainer at the end, and its adapters' parameters before and after a step."""
+    model = AutoModelForCausalLM.from_pretrained(
+        saved, quantization_config=config, dtype=torch.float32, trust_remote_code=False, use_safetensors=True
+    )
+    adapters = LoraConfig(r=4, target_modules=["q_proj", "k_proj", "v_proj"], init_lora_weights=False)
+    run = {"max_steps": 1, "learning_rate": 0.1, "optim": "sgd", "reward_funcs": told_apart}
+    trainer = make(folder, kind=kind, model=model, peft_config=adapters, **run, **settings)
+    parameters = {name: each for name, each in trainer.model.named_parameters() if each.requires_grad}
+    before = {name: each.detach().clone() for name, each in parameters.items()}
+    trainer.train()
+    return trainer, before, parameters
+
+
+@pytest.mark.slow
+@pytest.mark.shows("TRL", "QLoRA, LoRA on 8 bits, and on torchao's int8")
+@pytest.mark.parametrize("form", FORMS)
+def test_adapters_of_quantized_policies_are_trained_as_by_trl_alone(form, saved, tmp_path):
+    _, before, alone = trained(saved, tmp_path / "alone", form(), trl.GRPOTrainer)
+    native, *_ = trained(saved, tmp_path / "native", form(), GRPOTrainer, replay="none")
+    trainer, _, ours = trained(saved, tmp_path / "R3", form(), GRPOTrainer, replay="R3")
+    assert len(ours) == 18
+    for name, expected in alone.items():
+        assert not torch.equal(ours[name], before[name]), name
+        torch.testing.assert_close(ours[name], expected, rtol=0, atol=1e-6)
+    assert logged(trainer, "mismatch/disagreement") == [0]
+    # bitsandbytes has another kernel where no gradient is asked for: it is as far off without replay
+    (k3,) = logged(trainer, "mismatch/k3")
+    assert logged(native, "mismatch/k3") == [k3]

@@ -2,7 +2,6 @@
 
 from contextlib import closing
 
-import numpy as np
 import pytest
 import torch
 from peft import LoraConfig
@@ -10,8 +9,7 @@ from peft import LoraConfig
 from examples.trl.tiny import policy
 from foreroute.testing.ranks import Workers
 from tests.roundings import most_k3
-from tests.settings.comparing import needs
-from tests.settings.deepspeed_runs import config, import_deepspeed
+from tests.settings.comparing import config, import_deepspeed, needs
 from tests.trainers.trl.trl_runs import NO_AUXILIARY, TERMS, make
 
 pytestmark = [needs("deepspeed"), pytest.mark.slow]
@@ -29,47 +27,28 @@ ALL_AT_ONCE = {
 dealt out."""
 
 
-class Drawn:
-    """A `rollout_func` whose tokens and routes hang on the prompt alone. `routes` is by tokens, as a `Book` has it."""
-
-    def __init__(self):
-        self.routes = {}
-
-    def __call__(self, prompts, trainer):
-        prompt_ids = [trainer.processing_class(prompt)["input_ids"] for prompt in prompts]
-        completions, routes = [], []
-        for number, prompt in enumerate(prompt_ids):
-            rng = np.random.default_rng([*prompt, prompt_ids[:number].count(prompt)])
-            completions.append(rng.integers(2, 200, rng.integers(2, 10)).tolist())
-            shape = (len(prompt) + len(completions[-1]) - 1, 3, 8)
-            routes.append(np.argsort(rng.random(shape), axis=-1)[..., :2])
-            self.routes[tuple(prompt + completions[-1])] = routes[-1]
-        logprobs = [[-3.0] * len(completion) for completion in completions]
-        return {"prompt_ids": prompt_ids, "completion_ids": completions, "logprobs": logprobs, "routed_experts": routes}
-
-
-def train(folder, *, saved=None, replay="R3", rollouts="drawn", **settings):
+def train(folder, *, saved=None, replay="R3", samples=False, **settings):
     """The policy at the end, what the run logs, and whether its updates followed the routes.
 
     Args:
         folder: for the run.
         saved: the policy, where transformers loads it for the trainer, in parts at ZeRO stage 3.
-        rollouts: "drawn", by TRL's own "generate", or of an "engine" of ours.
+        samples: by an engine of ours; else rollouts are drawn.
     """
     from foreroute.engines.embedded import EmbeddedEngine
     from foreroute.trainers.trl import rollout_with
     from tests.trainers.given_experts import follows, watched
+    from tests.trainers.trl.routes_book import Drawn
     from tests.trainers.trl.tools_runs import told_apart
 
     model, drawn = policy(), Drawn()
     if saved is not None:
         model, settings = saved, {"model_init_kwargs": {"dtype": torch.float32}} | settings
-    sources = {"drawn": lambda: drawn, "engine": lambda: rollout_with(EmbeddedEngine(policy(seed=1), "float32"))}
     torch.manual_seed(0)  # of adapters
     trainer = make(
         folder,
         model=model,
-        rollout_func=sources[rollouts]() if rollouts in sources else None,
+        rollout_func=rollout_with(EmbeddedEngine(policy(seed=1), "float32")) if samples else drawn,
         reward_funcs=told_apart,
         replay=replay,
         **ALL_AT_ONCE | settings,
@@ -104,12 +83,10 @@ ADAPTERS = LoraConfig(
 RUNS = {
     "zero-2": (2, {}),
     "zero-3": (3, {}),
-    "loaded": (3, {"saved": SAVED}),
     "adapters": (3, {"saved": SAVED, "peft_config": ADAPTERS}),
     "none": (3, {"replay": "none"}),
-    "generate": (3, {"rollouts": "generate"}),
     # the second rollout is of weights that a step has changed
-    "engine": (3, {"rollouts": "engine", "num_iterations": 1}),
+    "engine": (3, {"samples": True, "num_iterations": 1}),
 }
 
 
@@ -123,18 +100,14 @@ def under_deepspeed(rank, folder):
     results = {}
     for name, (stage, settings) in RUNS.items():
         settings = {each: f"{folder}/{value}" if each == "saved" else value for each, value in settings.items()}
-        model, found = train(f"{folder}/{name}", use_cpu=False, deepspeed=given(stage), **settings)
+        own = ("train_micro_batch_size_per_gpu", "gradient_accumulation_steps", "gradient_clipping")
+        given = config(stage) | dict.fromkeys(own, "auto")  # accelerate fills them in of a trainer's own
+        model, found = train(f"{folder}/{name}", use_cpu=False, deepspeed=given, **settings)
         found["partitioned"] = sum(each.numel() == 0 for each in model.parameters())
         with deepspeed.zero.GatheredParameters(list(model.parameters())):
             found["weights"] = flat(model)
         results[name] = found
     return results
-
-
-def given(stage):
-    """The configuration, with what accelerate fills in of a trainer's own."""
-    own = dict.fromkeys(("train_micro_batch_size_per_gpu", "gradient_accumulation_steps", "gradient_clipping"), "auto")
-    return config(stage) | own
 
 
 @pytest.mark.shows("TRL", "DeepSpeed ZeRO-2 and ZeRO-3, with LoRA too, two processes")
@@ -148,7 +121,7 @@ def test_partitioned_models_replay_as_whole_ones(tmp_path):
     k3 = most_k3(policy(), 4 * TERMS)  # twice as far off: no step moves a row of the head by its own length
     for rank in results:
         assert rank["zero-3"]["partitioned"] > 0 == rank["zero-2"]["partitioned"]
-        for name in ("zero-2", "zero-3", "loaded", "adapters"):
+        for name in ("zero-2", "zero-3", "adapters"):
             assert len(rank[name]["followed"]) == 4
             assert all(rank[name]["followed"])
             assert rank[name]["logs"][0]["mismatch/disagreement"] == 0
@@ -156,8 +129,7 @@ def test_partitioned_models_replay_as_whole_ones(tmp_path):
             torch.testing.assert_close(rank[name]["weights"], expected["weights"], rtol=0, atol=1e-6)
         assert not any(rank["none"]["followed"])  # the control
         assert (rank["none"]["weights"] - single["weights"]).abs().max() > 1e-3
-        for name in ("generate", "engine"):
-            rollouts = [entry for entry in rank[name]["logs"] if "mismatch/k3" in entry]
-            assert len(rollouts) == (1 if name == "generate" else 2)
-            assert all(entry["mismatch/disagreement"] == 0 for entry in rollouts)
-            assert all(entry["mismatch/k3"] < k3 for entry in rollouts)
+        rollouts = [entry for entry in rank["engine"]["logs"] if "mismatch/k3" in entry]
+        assert len(rollouts) == 2
+        assert all(entry["mismatch/disagreement"] == 0 for entry in rollouts)
+        assert all(entry["mismatch/k3"] < k3 for entry in rollouts)

@@ -56,23 +56,28 @@ class Book:
 class Drawn:
     """A `rollout_func` of tokens and routes that no model had a part in. `routes` is by tokens, as a `Book` has it.
 
-    With a skew, experts are wanted the more the lower their ids.
+    With a skew, experts are wanted the more the lower their ids. Without a rank, all hangs on the prompt alone.
     """
 
-    def __init__(self, rank, skew=0.0):
-        self.routes, self._rng, self._skew = {}, np.random.default_rng(rank), np.linspace(0, skew, 8)
+    def __init__(self, rank=None, skew=0.0):
+        self.routes, self._rank, self._skew = {}, rank, np.linspace(0, skew, 8)
+        self._rng = np.random.default_rng(rank)
 
     def __call__(self, prompts, trainer):
         prompt_ids = [trainer.processing_class(prompt)["input_ids"] for prompt in prompts]
-        completions = [self._rng.integers(2, 200, self._rng.integers(2, 10)).tolist() for _ in prompts]
-        for prompt, completion in zip(prompt_ids, completions, strict=True):
-            shape = (len(prompt) + len(completion) - 1, 3, 8)
-            self.routes[tuple(prompt + completion)] = np.argsort(self._rng.random(shape) + self._skew, axis=-1)[..., :2]
+        completions, routes = [], []
+        for number, prompt in enumerate(prompt_ids):
+            if self._rank is None:
+                self._rng = np.random.default_rng([*prompt, prompt_ids[:number].count(prompt)])
+            completions.append(self._rng.integers(2, 200, self._rng.integers(2, 10)).tolist())
+            shape = (len(prompt) + len(completions[-1]) - 1, 3, 8)
+            routes.append(np.argsort(self._rng.random(shape) + self._skew, axis=-1)[..., :2])
+            self.routes[tuple(prompt + completions[-1])] = routes[-1]
         return {
             "prompt_ids": prompt_ids,
             "completion_ids": completions,
             "logprobs": [[-3.0] * len(completion) for completion in completions],
-            "routed_experts": list(self.routes.values())[-len(prompts) :],
+            "routed_experts": routes,
         }
 
 

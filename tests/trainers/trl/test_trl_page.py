@@ -1,6 +1,9 @@
-"""The code of docs/trl.md runs, in order, as a reader would have it."""
+"""The code of docs/trl.md runs, in order, as a reader would have it, and the scripts of examples/trl."""
 
+import difflib
 import re
+import runpy
+import sys
 from pathlib import Path
 
 import numpy as np
@@ -11,10 +14,12 @@ from datasets import Dataset
 from examples.trl.tiny import agent, answers, chat_tokenizer, look_up, policy, tokenizer, vowels
 from foreroute.capture import Sampling
 from foreroute.engines.embedded import EmbeddedEngine
+from tests.tiers import grid
 from tests.trainers.trl.tools_runs import PROMPTS as CONVERSATIONS
-from tests.trainers.trl.trl_runs import PROMPTS, SETTINGS
+from tests.trainers.trl.trl_runs import PROMPTS, SETTINGS, logged
 
 ROOT = Path(__file__).parents[3]
+EXAMPLES = ROOT / "examples" / "trl"
 FENCE = re.compile(r"^```python\n(.*?)^```", re.MULTILINE | re.DOTALL)
 
 
@@ -45,6 +50,21 @@ def a_users_things():
         "conversations": Dataset.from_dict({"prompt": CONVERSATIONS}),
         "run_agent": agent_of(new_model),
     }
+
+
+@grid("script", ["grpo_r3.py", "grpo_tools.py"], quick=0, day=1)
+def test_scripts_replay_every_turn(script, folder, monkeypatch):
+    monkeypatch.setattr(sys, "argv", [script, folder])
+    monkeypatch.syspath_prepend(str(EXAMPLES))  # as Python does for a script
+    trainer = runpy.run_path(str(EXAMPLES / script))["trainer"]
+    assert len(logged(trainer, "loss")) == trainer.args.max_steps
+    assert set(logged(trainer, "mismatch/disagreement")) == {0.0}
+
+
+def test_three_lines_turn_replay_on():
+    before, after = ((EXAMPLES / name).read_text().splitlines() for name in ("grpo.py", "grpo_r3.py"))
+    changed = [line for line in difflib.ndiff(before[1:], after[1:]) if line.startswith("+ ") and line.strip() != "+"]
+    assert len(changed) == 3, changed
 
 
 @pytest.mark.slow

@@ -25,10 +25,7 @@ SEQUENCES = 8
 """In a rollout."""
 
 
-SLOW = ("one-update", "reference", "lora")
-
-
-@pytest.fixture(params=[pytest.param(name, marks=pytest.mark.slow) if name in SLOW else name for name in CASES])
+@pytest.fixture(params=["mini-batches", *(pytest.param(name, marks=pytest.mark.slow) for name in [*CASES][1:])])
 def run(request, folder):
     """A trainer that has trained, its book, and what ran: the check of a rollout, old, update and reference passes."""
     settings, *_ = CASES[request.param]

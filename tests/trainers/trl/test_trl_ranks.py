@@ -6,10 +6,8 @@ Routes reach the experts of both, weights are those of DDP, and metrics are of b
 import io
 import os
 import re
-from contextlib import chdir, closing, contextmanager, nullcontext, redirect_stdout
-from dataclasses import replace
+from contextlib import chdir, closing, nullcontext, redirect_stdout
 from pathlib import Path
-from types import SimpleNamespace
 from unittest.mock import patch
 
 import numpy as np
@@ -21,18 +19,12 @@ from transformers import Qwen3MoeForCausalLM
 from transformers.distributed import DistributedConfig
 
 from examples.trl.tiny import policy
-from foreroute.adapters import hf
-from foreroute.costs import CostModel, hardware_preset, model_preset
-from foreroute.costs.cluster_file import Cluster
+from foreroute.costs import hardware_preset
 from foreroute.engines.embedded import EmbeddedEngine
 from foreroute.ep.compute import StackedReplicas
-from foreroute.errors import AttachError, BatchMismatchError, CaptureError, ConfigError
 from foreroute.testing.models import tiny
 from foreroute.testing.ranks import Workers
-from foreroute.trace import RoutedLayer, RoutingSpec, RoutingTrace
 from foreroute.trainers.trl import rollout_with
-from foreroute.trainers.trl.capture_vllm import VLLMSource
-from foreroute.trainers.trl.planning import PlannedWindows
 from tests.adapters.hf.model_runs import whole
 from tests.roundings import most_k3
 from tests.tiers import grid
@@ -42,9 +34,6 @@ from tests.trainers.trl.tools_runs import told_apart
 from tests.trainers.trl.trl_runs import TERMS, as_torchrun_does, make
 
 TOPOLOGY = hardware_preset("h100").topology(num_ranks=2, redundant_slots=2)
-RATES = CostModel(
-    model=replace(model_preset("qwen3-30b-a3b"), num_layers=3, num_experts=8, top_k=2), hardware=hardware_preset("h100")
-)
 SHARDED, SPREAD = {"fsdp": True}, {"implementation": "all_to_all"}
 PLANNED = {"implementation": "foreroute", "topology": TOPOLOGY}
 TWO_ROLLOUTS_A_STEP = {"gradient_accumulation_steps": 4, "steps_per_generation": 2, "num_iterations": 1, "max_steps": 1}
@@ -53,12 +42,10 @@ RUNS = {
     "ddp": {},
     "fsdp": SHARDED,
     "native": SHARDED | {"replay": "none", "max_steps": 1},
-    "generate": SHARDED | {"source": lambda: None, "max_steps": 1},
     "engine": SHARDED | {"source": lambda: rollout_with(EmbeddedEngine(policy(seed=1), "float32")), "max_steps": 1},
     "experts": SPREAD,
     "planned": PLANNED,
     "R2": PLANNED | {"replay": "R2", "max_steps": 1},
-    "priced": PLANNED | {"topology": Cluster(TOPOLOGY, RATES), "max_steps": 1},
     "windows at home": SPREAD | TWO_ROLLOUTS_A_STEP,
     "windows": PLANNED | TWO_ROLLOUTS_A_STEP,
     "gradients dropped": PLANNED | TWO_ROLLOUTS_A_STEP,
@@ -108,10 +95,6 @@ def train_all(rank, folder):
             "weights": torch.cat([whole(each).detach().flatten() for each in model.parameters()]),
             "sharded": sum(hasattr(each, "full_tensor") for each in model.parameters()),
         }
-    for ranks, slots in ((4, 2), (2, 0)):
-        unfit = hardware_preset("h100").topology(num_ranks=ranks, redundant_slots=slots)
-        with pytest.raises(ConfigError, match=f"has {ranks} ranks of {slots} slots; expected 2, which share"):
-            make(f"{folder}/unfit", **settings | {"topology": unfit})
     forget_runs()
     return results
 
@@ -124,35 +107,12 @@ def forget_runs():
 
 
 def measure(rank, folder):
-    """What a process logs and saw without replay, and how vLLM's answer to the main process is dealt out."""
+    """What a process logs and saw without replay."""
     model = policy()
     book = Book(model, seed=rank)
     trainer = make(f"{folder}/none", model=model, rollout_func=book, max_steps=1, replay="none")
     trainer.train()
-    results = {"shares": deal_out(rank), "measured": trainer.state.log_history[0], "unmeasured": []}
-    results |= {"log_r": log_ratios(book), "cells": differing_cells(book)}
-    for what in ("routes", "model"):  # that the second process cannot measure
-        model = policy()
-        book = Book(model, seed=rank, change=lambda routes, what=what: None if rank and what == "routes" else routes)
-        fails = patch.object(hf, "attach", side_effect=AttachError("no router"))
-        with fails if rank and what == "model" else nullcontext():
-            trainer = make(f"{folder}/{what}", model=model, rollout_func=book, max_steps=1, replay="none")
-        trainer.train()
-        results["unmeasured"] += [name for name in trainer.state.log_history[0] if name.startswith("mismatch/")]
-    return results
-
-
-def deal_out(rank):
-    accelerator = SimpleNamespace(num_processes=2, is_main_process=rank == 0)
-    client = SimpleNamespace(_post=lambda url, json: json)
-    source = VLLMSource(SimpleNamespace(mode="server", vllm_client=client), accelerator, None)
-    spec = RoutingSpec(4, 2, (RoutedLayer(0),))
-    tokens = [[s, s + 1] for s in range(4)]
-    trace = RoutingTrace.from_sequences(spec, tokens, [[[[s % 4, (s + 1) % 4]]] for s in range(4)])
-    share = source._scatter(trace if rank == 0 else None, 2)
-    wrong = source._scatter(trace if rank == 0 else None, 3)
-    failed = source._scatter(CaptureError("no routes") if rank == 0 else None, 2)
-    return share.token_ids_N, type(wrong), str(failed)
+    return {"measured": trainer.state.log_history[0], "log_r": log_ratios(book), "cells": differing_cells(book)}
 
 
 @pytest.fixture(scope="module")
@@ -184,9 +144,8 @@ def test_sharded_models_replay_as_whole_ones(results):
         assert torch.equal(rank["ddp"]["weights"], results[0]["ddp"]["weights"])
         assert not any(rank["native"]["followed"])  # the control
         assert rank["native"]["logs"][0]["mismatch/disagreement"] > 0.5
-        for name in ("generate", "engine"):
-            assert rank[name]["logs"][0]["mismatch/disagreement"] == 0
-            assert rank[name]["logs"][0]["mismatch/k3"] < k3
+        assert rank["engine"]["logs"][0]["mismatch/disagreement"] == 0
+        assert rank["engine"]["logs"][0]["mismatch/k3"] < k3
         assert (rank["native"]["weights"] - rank["ddp"]["weights"]).abs().max() > 1e-3
 
 
@@ -203,9 +162,6 @@ def test_plans_run_and_change_no_weights(results):
             assert runs[name]["logs"][0]["mismatch/disagreement"] == 0
             assert all(runs[name]["followed"])
             torch.testing.assert_close(runs[name]["weights"], runs[without]["weights"], rtol=0, atol=1e-6)
-        (priced,) = runs["priced"]["logs"]  # no plan of so small a step pays
-        assert priced["plan/replicas"] == priced["plan/rows_off"] == 0
-        assert priced["plan/imbalance_executed"] == priced["plan/imbalance_static"] > 1
         off = (runs["gradients dropped"]["weights"] - runs["windows at home"]["weights"]).abs().max()
         assert off > 1e-3, "the control: gradients of replicas count"
 
@@ -220,24 +176,6 @@ def test_metrics_are_those_of_the_tokens_of_both(results):
     assert logs["mismatch/disagreement"] == pytest.approx(np.mean(cells) / 3, rel=1e-9)
     alone = results[0]["log_r"].astype(np.float64)
     assert logs["mismatch/k3"] != pytest.approx(np.mean(np.exp(alone) - 1 - alone), rel=1e-2)  # the control
-
-
-@pytest.mark.slow
-def test_where_one_process_cannot_measure_none_does(results):
-    """The first rollout is checked by a forward, in which processes that share a model would wait for each other.
-
-    A process that could not attach asks the others too.
-    """
-    assert [rank["unmeasured"] for rank in results] == [[], []]
-
-
-@pytest.mark.slow
-def test_what_the_main_process_was_answered_is_dealt_out_in_blocks(results):
-    for rank, result in enumerate(results):
-        tokens, wrong, failed = result["shares"]
-        assert tokens.tolist() == [2 * rank, 2 * rank + 1, 2 * rank + 1, 2 * rank + 2]
-        assert wrong is BatchMismatchError
-        assert failed == "no routes"
 
 
 PAGE = Path(__file__).parents[3] / "docs" / "experts.md"
@@ -311,51 +249,3 @@ def _replaying(page):
                 return super().training_step(model, inputs, num_items_in_batch)
 
     return Replaying
-
-
-class Noting(PlannedWindows):
-    """Executes nothing, and notes which micro-batches each window has, and how it ended."""
-
-    @contextmanager
-    def executing(self, micro_batches, stage):
-        self.noted.append([micro_batches, None])
-        try:
-            yield
-        except RuntimeError as error:
-            self.noted[-1][1] = str(error)
-            raise
-        self.noted[-1][1] = "left"
-
-
-def steps_of(num_iterations, accumulated, *, failing=None):
-    """The windows of twelve training steps, generations of four micro-batches; one step may raise."""
-    trainer = SimpleNamespace(
-        args=SimpleNamespace(steps_per_generation=4), num_iterations=num_iterations, accelerator=SimpleNamespace()
-    )
-    trainer.current_gradient_accumulation_steps = accumulated
-    windows = Noting(trainer, SimpleNamespace(home_LE=np.array([[0, 1]])), TOPOLOGY)
-    windows.noted = []
-    for step in range(12):
-        trainer._step, trainer._buffered_inputs = step, [f"micro-batch {n}" for n in range(4)]
-        trainer.accelerator.sync_gradients = (step + 1) % accumulated == 0
-        with nullcontext() if step != failing else pytest.raises(RuntimeError), windows.micro_step():
-            windows.begin(str)
-            if step == failing:
-                raise RuntimeError("the loss failed")
-    return windows.noted
-
-
-@pytest.mark.parametrize("accumulated", [1, 2, 3, 4, 6, 12])
-@pytest.mark.parametrize("num_iterations", [1, 3])
-def test_a_window_ends_where_the_optimizer_steps_or_trl_generates(num_iterations, accumulated):
-    noted = steps_of(num_iterations, accumulated)
-    ends = [n for n in range(1, 13) if n % accumulated == 0 or n % (4 * num_iterations) == 0]
-    expected = [[f"micro-batch {n % 4}" for n in range(a, b)] for a, b in zip([0, *ends], ends, strict=False)]
-    assert [window for window, _ in noted] == expected
-    assert {ended for _, ended in noted} == {"left"}
-
-
-def test_an_error_ends_its_window_and_the_next_step_begins_another():
-    (window, ended), (after, _), *_ = steps_of(1, 2, failing=0)
-    assert (len(window), ended) == (2, "the loss failed")
-    assert after[0] == "micro-batch 1"

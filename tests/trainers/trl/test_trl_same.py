@@ -2,12 +2,10 @@
 
 import re
 
-import numpy as np
 import pytest
 import torch
 import trl
-from peft import LoraConfig, PromptTuningConfig, TaskType
-from transformers import Qwen3Config, Qwen3ForCausalLM
+from peft import LoraConfig
 
 from examples.trl.tiny import agent, policy, vowels
 from foreroute.engines.embedded import EmbeddedEngine
@@ -18,18 +16,11 @@ from tests.trainers.trl import tools_runs
 from tests.trainers.trl.routes_book import Book
 from tests.trainers.trl.trl_runs import NO_AUXILIARY, logged, make, saved_policy, trained
 
-TIMES = ("time", "_per_second")
 EXPERTS = ["experts.gate_up_proj", "experts.down_proj"]
 LORA = LoraConfig(r=4, target_modules=["q_proj", "v_proj"], target_parameters=EXPERTS, init_lora_weights=False)
-PROMPT_TUNING = PromptTuningConfig(task_type=TaskType.CAUSAL_LM, num_virtual_tokens=2)
+TIMES = ("time", "_per_second")
 
-
-def shortness(completions, **_):
-    return [-float(len(completion)) for completion in completions]
-
-
-TWO_REWARDS = {"reward_funcs": [vowels, shortness], "reward_weights": [1.0, 0.3]}
-TWO_REWARDS |= {"multi_objective_aggregation": "normalize_then_sum"}
+TWO_REWARDS = {"reward_funcs": [vowels, tools_runs.told_apart], "reward_weights": [1.0, 0.3]}
 CUTS = {"temperature": 0.7, "top_p": 0.8, "top_k": 40, "min_p": 0.01, "repetition_penalty": 1.1}
 REFERENCE = {"beta": 0.1, "sync_ref_model": True, "ref_model_sync_steps": 1, "use_bias_correction_kl": False}
 LORAS = {"peft_config": LORA, "beta": 0.1}
@@ -47,17 +38,12 @@ OPTIONS = {
     "sapo": {"loss_type": "sapo", "mask_truncated_completions": True, "model": agent, "max_completion_length": 40},
     "luspo": {"loss_type": "luspo", "importance_sampling_level": "sequence"} | AUTOCAST,
     "vespo": {"loss_type": "vespo", **NO_AUXILIARY},
-    "entropy": {"entropy_coef": 0.01, "use_adaptive_entropy": True, "pad_to_multiple_of": 8},
-    "compiled": {"torch_compile": True, "torch_compile_backend": "eager", "max_steps": 2},
     "environment": {"run": tools_runs.trained, "model": agent, "tools": (), "environment_factory": tools_runs.Counter},
 }
 
 BY_DAY = ("one-update", "tools", "grpo, reference", "dr_grpo, lora", "environment")
-BY_NIGHT = ("bnpo", "cispo", "sapo", "luspo", "vespo", "entropy", "compiled")
-"""They differ in what TRL alone computes, or test_trl_kernels.py and test_trl_passes.py have them by day."""
-
-if not hasattr(trl.GRPOConfig, "entropy_coef"):  # before TRL 1.8
-    del OPTIONS["entropy"]
+BY_NIGHT = ("bnpo", "cispo", "sapo", "luspo", "vespo")
+"""They differ in what TRL alone computes."""
 
 
 def run_of(folder, *, run=trained, kind=trl.GRPOTrainer, model=None, rollout_func=None, **settings):
@@ -76,7 +62,7 @@ def require_same(folder, **settings):
     """Train as TRL does, and without replay: with all metrics and weights of TRL. Gives the second."""
     plain, watched = run_of(folder, **settings), run_of(folder, **settings, replay="none")
     for one, other in zip(plain.state.log_history, watched.state.log_history, strict=True):
-        kept = {name: value for name, value in one.items() if not name.endswith(("time", "_per_second"))}
+        kept = {name: value for name, value in one.items() if not name.endswith(TIMES)}
         assert kept == {name: other[name] for name in kept}
     assert max(logged(plain, "grad_norm")) > 0
     for one, other in zip(plain.model.parameters(), watched.model.parameters(), strict=True):
@@ -102,68 +88,6 @@ def test_without_replay_training_is_trls_own_to_the_last_bit(options, folder, ca
     assert not [record for record in caplog.records if record.name.startswith("foreroute")]
 
 
-def returning(change):
-
-    def made(model):
-        book = Book(model)
-
-        def roll_out(prompts, trainer):
-            output = book(prompts, trainer)
-            change(output)
-            return output
-
-        return roll_out
-
-    return made
-
-
-def without_routes(output):
-    del output["routed_experts"]
-
-
-def one_late(output):
-    output["routed_experts"] = [np.roll(each, 1, axis=0) for each in output["routed_experts"]]
-
-
-def of_neighbours(output):
-    """Each takes the routes of the next sequence that is as long, so that only their content tells."""
-    routes = output["routed_experts"]
-    behind = [[*routes[s:], *routes[:s]] for s in range(1, len(routes) + 1)]
-    output["routed_experts"] = [
-        next(each for each in others if len(each) == len(own)) for own, others in zip(routes, behind, strict=True)
-    ]
-
-
-def dense():
-    config = policy().config.to_dict() | {"intermediate_size": 64}
-    torch.manual_seed(0)
-    return Qwen3ForCausalLM(Qwen3Config(**{name: config[name] for name in Qwen3Config().to_dict() if name in config}))
-
-
-def generating(sample):
-
-    def made():
-        model = policy()
-        generate = model.generate
-        model.generate = lambda **inputs: sample(generate, **inputs)
-        return model
-
-    return made
-
-
-def past_the_model(generate, input_ids, **_):
-    return torch.cat([input_ids, torch.randint(2, 200, (len(input_ids), 5))], dim=1)
-
-
-def by_beams(generate, **inputs):
-    return generate(**inputs, num_beams=2)
-
-
-def past_the_processors(generate, **inputs):
-    generate.__self__(input_ids=inputs["input_ids"], attention_mask=inputs["attention_mask"])
-    return past_the_model(generate, **inputs)[:, :-4]
-
-
 class OwnLoss(trl.GRPOTrainer):
     """Computes its loss past the method that all log-probs go through, as a fused kernel would."""
 
@@ -178,16 +102,12 @@ def engaged(model):
 
 
 UNMEASURED = {
-    "no-routes": ({"rollout_func": returning(without_routes)}, "no 'routed_experts' for 8 sequences"),
+    "no-routes": (
+        {"rollout_func": lambda model: Book(model, change=lambda routes: None)},
+        "no 'routed_experts' for 8 sequences",
+    ),
     "beams": ({"generation_kwargs": {"num_beams": 2}}, "num_beams is 2"),
-    "no-forward": ({"model": generating(past_the_model)}, "return the routes from a rollout_func.* no forward"),
-    "cache": ({"model": generating(by_beams)}, "key-value cache"),
-    "processors": ({"model": generating(past_the_processors)}, "past its logits processors: return the routes"),
-    "one-late": ({"rollout_func": returning(one_late)}, "shift"),
-    "neighbours": ({"rollout_func": returning(of_neighbours)}, "permutation"),
     "own-loss": ({"kind": OwnLoss, "num_iterations": 1, "steps_per_generation": 2}, "computed a loss without"),
-    "dense": ({"model": dense}, "no router"),
-    "prompt-tuning": ({"peft_config": PROMPT_TUNING}, "prompt and prefix tuning"),
     "continuous-batching": (
         {
             "use_transformers_continuous_batching": True,

@@ -10,46 +10,12 @@ import torch
 from transformers.generation import logits_process as of
 
 from examples.trl.tiny import policy
-from foreroute.engines.embedded import EmbeddedEngine
 from foreroute.errors import ConfigError
-from foreroute.trace import SAMPLING
-from foreroute.trainers.trl import rollout_with
 from foreroute.trainers.trl.settings import LEAVING_OUT
 from tests.tiers import grid
 from tests.trainers.trl.test_trl_masks import SCORES_ON_SETS
 from tests.trainers.trl.trl_runs import logged, make, trained
 from tests.trainers.trl.vllm_fakes import COLOCATE, SERVER, as_they_are, colocated, served
-
-
-def configured(**settings):
-    """A policy whose own `generation_config` has these, as a checkpoint's file would."""
-    model = policy()
-    model.generation_config.update(**settings)
-    return model
-
-
-@SCORES_ON_SETS
-@grid(
-    ("of_model", "of_call"),
-    [
-        ({}, {"suppress_tokens": list(range(100, 250)), "min_new_tokens": 5}),
-        ({"min_p": 0.3}, None),
-        ({"typical_p": 0.5}, {"top_k": 40}),
-        ({"eta_cutoff": 0.02, "epsilon_cutoff": 0.01}, {"renormalize_logits": True}),
-    ],
-    quick=1,
-    ids=["suppressed", "min-p", "typical-p", "cutoffs"],
-)
-def test_what_leaves_tokens_out_is_scored_on_the_sets_whoever_asked_for_it(of_model, of_call, folder):
-    k3 = {}
-    for replay in ("R3", "none"):
-        trainer = trained(
-            folder, model=configured(**of_model), generation_kwargs=of_call, replay=replay, max_steps=1, temperature=0.9
-        )
-        k3[replay] = logged(trainer, "mismatch/k3")[0]
-        assert (SAMPLING in trainer.routing.rollout.trace.streams) == (replay == "R3")
-    assert k3["R3"] < 1e-9
-    assert k3["none"] > 1e-2  # the control
 
 
 def test_processors_that_are_trusted_keep_the_distances_of_what_they_leave():
@@ -87,25 +53,11 @@ def test_processors_that_are_trusted_keep_the_distances_of_what_they_leave():
     assert (penalty - penalty[:, :1]).abs().max() > 0.1
 
 
-def test_nothing_is_kept_where_nothing_is_left_out(folder):
-    trainer = trained(folder, max_steps=1, top_p=0.8, min_p=0.0, generation_kwargs={"top_p": 1.0})
-    assert SAMPLING not in trainer.routing.rollout.trace.streams
-    assert logged(trainer, "mismatch/k3")[0] < 1e-9
-
-
-@grid(
-    ("of_model", "of_call", "message"),
-    [
-        ({"repetition_penalty": 1.3}, {"repetition_penalty": None}, "RepetitionPenaltyLogitsProcessor, by generation"),
-        ({"sequence_bias": [[[7], 2.0]]}, None, "SequenceBiasLogitsProcessor, by generation_kwargs or the model's"),
-        ({}, {"guidance_scale": 1.5, "remove_invalid_values": True}, "InfNanRemove.*, UnbatchedClassifierFreeGuidance"),
-        ({}, {"do_sample": False}, "sampled at temperature 1.0, and TRL scores at 0.9"),
-    ],
-    quick=2,
-)
-def test_generate_is_refused_before_it_samples_what_no_set_shows(of_model, of_call, message, folder):
-    trainer = make(folder, model=configured(**of_model), generation_kwargs=of_call, temperature=0.9)
-    with pytest.raises(ConfigError, match=message):
+def test_generate_is_refused_before_it_samples_what_no_set_shows(folder):
+    model = policy()
+    model.generation_config.repetition_penalty = 1.3  # as a checkpoint's file would
+    trainer = make(folder, model=model, generation_kwargs={"repetition_penalty": None})
+    with pytest.raises(ConfigError, match="RepetitionPenaltyLogitsProcessor"):
         trainer.train()
 
 
@@ -115,22 +67,14 @@ def test_generate_is_refused_before_it_samples_what_no_set_shows(of_model, of_ca
 @grid(
     ("mode", "settings", "message"),
     [
-        ({}, {"repetition_penalty": 1.1}, "repetition_penalty = 1.1 changes log-probs"),
         ({}, {"top_p": 0.8, "generation_kwargs": {"repetition_penalty": 1.3}}, "repetition_penalty = 1.3 changes"),
-        ({}, {"generation_kwargs": {"temperature": 0.5}}, "sampled at temperature 0.5, and TRL scores at 1.0"),
         (COLOCATE, {"generation_kwargs": {"temperature": 0}}, "sampled at temperature 0, and TRL scores at 1.0"),
         (COLOCATE, {"generation_kwargs": {"top_p": 0.5}}, "top_p = 0.5 leave tokens out, and vLLM .* a top_k alone"),
-        (
-            COLOCATE,
-            {"top_k": 5, "generation_kwargs": {"frequency_penalty": 0.1, "logit_bias": {7: 2.0}, "seed": 3}},
-            r"frequency_penalty = 0.1, logit_bias = \{7: 2.0\} changes",
-        ),
         (COLOCATE, {"generation_kwargs": {"bad_words": ["a"], "presence_penalty": 0.0}}, r"^bad_words = \['a'\] chang"),
         (COLOCATE, {"vllm_structured_outputs_regex": "a+"}, r"structured_outputs_regex = a\+ changes"),
         (SERVER, {"generation_kwargs": {"min_p": 0.1}}, "min_p = 0.1 leave tokens out, and the answers that TRL asks"),
-        (SERVER, {"generation_kwargs": {"min_tokens": 3}}, "min_tokens = 3 changes"),
     ],
-    quick=3,
+    quick=1,
 )
 def test_settings_that_no_set_shows_are_refused_under_r3_alone(mode, settings, message, folder, monkeypatch):
     for replay, outcome in (("R3", pytest.raises(ConfigError, match=message)), ("none", nullcontext())):
@@ -153,46 +97,3 @@ def test_cuts_by_settings_and_generation_kwargs_bring_the_masks_of_a_colocated_v
             trainer = trained(folder, replay=replay, max_steps=1, **settings)
             k3[replay] = logged(trainer, "mismatch/k3")[0]
     assert k3["R3"] < 1e-3 < 1e-1 < k3["none"]
-
-
-def test_a_resumed_run_draws_the_random_numbers_of_its_step_and_not_those_of_the_first(folder, monkeypatch):
-    """Each process begins anew, with the step that its trainer stands at."""
-
-    class Drawn(Exception):  # noqa: N818
-        pass
-
-    class Notes:
-        """An engine that gives away the next random number."""
-
-        weight_version = None
-
-        def load_weights(self, state, version):
-            pass
-
-        def generate(self, prompts, sampling, generator):
-            raise Drawn(torch.rand(1, generator=generator).item())
-
-    trainer = make(folder)
-
-    def drawn(sample, step):
-        trainer.state.global_step = step
-        with pytest.raises(Drawn) as found:
-            sample(["a"], trainer)
-        return found.value.args[0]
-
-    run, resumed = rollout_with(Notes()), rollout_with(Notes())
-    numbers = [drawn(run, step) for step in (0, 1, 1, 2)]
-    assert len(set(numbers)) == 4, "two rollouts of one step have other numbers too"
-    assert [drawn(resumed, step) for step in (1, 1, 2)] == numbers[1:]
-    monkeypatch.setattr(type(trainer.accelerator), "process_index", 1)
-    assert drawn(rollout_with(Notes()), 2) != numbers[3]
-
-
-@pytest.mark.slow
-def test_an_engine_takes_the_weights_of_each_trainer_that_it_samples_for(folder):
-    """Also of one that stands at the step of whose weights it has."""
-    engine = EmbeddedEngine(policy(), "float32")
-    for seed in (0, 1):
-        sampled = rollout_with(engine)
-        trainer = trained(folder, model=policy(seed), rollout_func=sampled, max_steps=1, num_iterations=1)
-        assert logged(trainer, "mismatch/k3")[0] < 1e-9, seed

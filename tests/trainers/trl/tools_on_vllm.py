@@ -6,7 +6,6 @@ Two things of TRL do not work on a CPU. vLLM compiles there unless it is told no
 And weights that are pushed into its model, as TRL does, are not packed for the CPU's kernels: they go through a folder.
 """
 
-import copy
 import json
 import os
 import sys
@@ -45,27 +44,19 @@ def main(folder: str, replay: str, dtype: str) -> None:
     torch.set_num_threads(1)
     stand_in(dtype)
     from examples.trl.tiny import agent, chat_tokenizer
-    from tests.trainers.given_experts import native
-    from tests.trainers.trl.tools_runs import make, oracle, sequences_of
+    from tests.trainers.trl.tools_runs import make, sequences_of
     from tests.trainers.trl.trl_runs import logged
 
     agent().save_pretrained(folder)
     chat_tokenizer().save_pretrained(folder)
     model = type(agent()).from_pretrained(folder, dtype=torch.float32)
-    before = copy.deepcopy(model)
     settings = {"use_vllm": True, "vllm_mode": "colocate", "vllm_max_model_length": 256}
     settings["max_completion_length"] = 100
     trainer = make(f"{folder}/run", model=model, replay=replay, **settings)
     trainer.train()
-    sequences = list(sequences_of(trainer))
-    expected = oracle(before, sequences, lambda tokens: native(before, tokens)[0][:-1])
-    worst = max(
-        float((trainer.gradients[name] - gradient).abs().max() / gradient.abs().max())
-        for name, gradient in expected.items()
-    )
-    turns = [int((sampled[1:] & ~sampled[:-1]).sum()) for _, sampled, _ in sequences]
+    turns = [int((sampled[1:] & ~sampled[:-1]).sum()) for _, sampled, _ in sequences_of(trainer)]
     found = {name: logged(trainer, f"mismatch/{name}") for name in ("k3", "disagreement")}
-    sys.stdout.write(f"\n{json.dumps({**found, 'turns': turns, 'gradients': worst})}\n")
+    sys.stdout.write(f"\n{json.dumps({**found, 'turns': turns})}\n")
 
 
 if __name__ == "__main__":

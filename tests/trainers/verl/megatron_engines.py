@@ -5,7 +5,8 @@ from examples.verl import verl_on_cpu  # noqa: F401  before verl
 from examples.verl import megatron_on_cpu  # noqa: F401  before foreroute's engine
 
 # isort: on
-import torch
+from contextlib import contextmanager
+
 from verl.models.mcore import model_forward_fused
 from verl.trainer.config import CheckpointConfig
 from verl.utils.megatron.tensor_parallel import vocab_parallel_entropy, vocab_parallel_log_probs_from_logits
@@ -73,44 +74,18 @@ def exported(engine):
     return {name: weight.detach().float().clone() for name, weight in engine.get_per_tensor_param()[0]}
 
 
-class Watch:
-    """What routers handed on and experts were given while the context is open, by layer, seen from outside.
+@contextmanager
+def watched(engine):
+    """What routers hand on while the context is open: layer -> a list of bool [N, E], one for each forward."""
+    routed, handles = {}, []
+    blocks = [module for chunk in engine.module for module in chunk.modules() if hasattr(module, "router")]
+    for layer, block in enumerate(blocks):
+        seen = routed[layer] = []
 
-    Attributes:
-        routed: layer -> a list of bool [N, E], one for each forward of its router.
-        rows: layer -> a list of the rows that experts of this rank computed, one for each forward.
-    """
+        def note(_, args, out, seen=seen):
+            seen.append(out[1].reshape(-1, out[1].shape[-1]).clone())
 
-    def __init__(self, engine):
-        self.routed, self.rows = {}, {}
-        self._blocks = [module for chunk in engine.module for module in chunk.modules() if hasattr(module, "router")]
-
-    def __enter__(self):
-        self._handles = []
-        for layer, block in enumerate(self._blocks):
-            routed, rows = self.routed.setdefault(layer, []), self.rows.setdefault(layer, [])
-
-            def note_routes(_, args, out, routed=routed):
-                routed.append(out[1].reshape(-1, out[1].shape[-1]).clone())
-
-            def begin(_, args, rows=rows):
-                rows.append(0)
-
-            def note_rows(_, args, rows=rows):
-                rows[-1] += len(args[0])
-
-            self._handles.append(block.router.register_forward_hook(note_routes))
-            self._handles.append(block.router.register_forward_pre_hook(begin))
-            # replicas are run by the first one, with weights of their own
-            for expert in block.experts.local_experts:
-                self._handles.append(expert.register_forward_pre_hook(note_rows))
-        return self
-
-    def __exit__(self, *_):
-        for handle in self._handles:
-            handle.remove()
-        self._blocks = self._handles = None
-
-    @property
-    def rows_ML(self):
-        return torch.tensor([self.rows[layer] for layer in sorted(self.rows)]).T.numpy()
+        handles.append(block.router.register_forward_hook(note))
+    yield routed
+    for handle in handles:
+        handle.remove()

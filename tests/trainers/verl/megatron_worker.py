@@ -1,25 +1,19 @@
 """What one of the ranks of verl's Megatron engine did in several runs, each with settings of `make` by its name."""
 
-from contextlib import contextmanager
 from pathlib import Path
-from unittest import mock
 
 # isort: off
-from tests.trainers.verl.megatron_engines import Watch, exported, make  # before verl: no GPU
+from tests.trainers.verl.megatron_engines import exported, make, watched  # before verl: no GPU
 
 # isort: on
-import numpy as np
 import torch
 import torch.distributed as dist
 from megatron.core import parallel_state as mpu
 
 from foreroute.errors import ReplayError
-from foreroute.planner import plan
-from foreroute.trainers.verl import planning
 from foreroute.trainers.verl.settings import MASKS
-from tests.ep.asking import no_host_tensors
 from tests.trainers.verl.masked_book import TEMPERATURE, Scores
-from tests.trainers.verl.verl_book import Book, noting_roots
+from tests.trainers.verl.verl_book import Book
 from tests.trainers.verl.verl_engines import mean_log_prob, old_log_probs, tensordict
 
 SEQUENCES, STEPS = 16, 3
@@ -54,7 +48,7 @@ def run(policy, batch, *, tokens=32, reverse=False, resumes=False, **settings):
     Under R2 all updates are on what the first old-log-prob pass recorded.
     """
     engine = make(policy, **settings)
-    found = {name: [] for name in ("log_probs", "metrics", "old", "update", "planned", "judged")}
+    found = {name: [] for name in ("log_probs", "metrics", "old", "update")}
     batch, found["first"] = share_of(batch)
     if reverse:
         batch = {name: values.flip(0) for name, values in batch.items()}
@@ -64,22 +58,18 @@ def run(policy, batch, *, tokens=32, reverse=False, resumes=False, **settings):
     for step in range(STEPS):
         if step:  # what was sampled before the weights changed
             batch = {name: values for name, values in batch.items() if name != "rollout_log_probs"}
-        planned = []
-        with mock.patch.object(planning, "plan", noting(planned)), as_on_nccl():
-            with Watch(engine) as old, noting_roots(judged := []):
-                log_probs, output = old_log_probs(engine, tensordict(batch, max_token_len_per_gpu=tokens))
-            td = tensordict(batch, max_token_len_per_gpu=tokens)
-            if settings.get("replay") == "R2":
-                recorded = over_stages(output) if recorded is None else recorded
-                td["routed_experts"] = recorded
-            with Watch(engine) as updated, engine.train_mode():
-                output = engine.train_batch(td, loss_function=sum_log_prob)
+        with watched(engine) as old:
+            log_probs, output = old_log_probs(engine, tensordict(batch, max_token_len_per_gpu=tokens))
+        td = tensordict(batch, max_token_len_per_gpu=tokens)
+        if settings.get("replay") == "R2":
+            recorded = over_stages(output) if recorded is None else recorded
+            td["routed_experts"] = recorded
+        with watched(engine) as updated, engine.train_mode():
+            output = engine.train_batch(td, loss_function=sum_log_prob)
         found["log_probs"].append([row.float() for row in log_probs])
         found["metrics"].append(output.get("metrics"))
-        found["judged"].append(judged)
-        found["old"].append({"routed": old.routed, "rows_ML": old.rows_ML})
-        found["update"].append({"routed": updated.routed, "rows_ML": updated.rows_ML})
-        found["planned"].append([loads_MLG(counts, made) for counts, made in planned])
+        found["old"].append(old)
+        found["update"].append(updated)
         if resumes and step == 0:
             checkpoint = str(Path(policy).with_name("checkpoint"))
             engine.save_checkpoint(checkpoint, global_step=1)
@@ -101,44 +91,6 @@ def over_stages(output):
     last = mpu.get_pipeline_model_parallel_last_rank()
     dist.broadcast_object_list(routes, last, group=mpu.get_pipeline_model_parallel_group())
     return routes[0]
-
-
-@contextmanager
-def as_on_nccl():
-    """What follows the micro-batches of a planned batch hands no tensor of the host to Megatron's own groups."""
-    add, groups = (
-        planning.PlannedBatch.add_to,
-        (mpu.get_expert_model_parallel_group(), mpu.get_pipeline_model_parallel_group()),
-    )
-
-    def added(*args):
-        with no_host_tensors(*groups):
-            add(*args)
-
-    with mock.patch.object(planning.PlannedBatch, "add_to", added):
-        yield
-
-
-def noting(planned):
-    def noted(counts_MLGE, *args, **kwargs):
-        made = plan(counts_MLGE, *args, **kwargs)
-        planned.append((counts_MLGE, made))
-        return made
-
-    return noted
-
-
-def loads_MLG(counts_MLGE, made):
-    """What a plan has each rank compute, replica by replica."""
-    loads = np.zeros(counts_MLGE.shape[:3], np.int64)
-    for m, layer in np.ndindex(loads.shape[:2]):
-        cell, left_E = made.cell(m, layer), counts_MLGE[m, layer].sum(0).astype(np.int64)
-        for expert, rank, tokens_G in zip(cell.expert_R, cell.rank_R, cell.tokens_RG, strict=True):
-            loads[m, layer, rank] += tokens_G.sum()
-            left_E[expert] -= tokens_G.sum()
-        for expert, rank in enumerate(cell.home_E):
-            loads[m, layer, rank] += left_E[expert]
-    return loads
 
 
 def score(policy, runs):
@@ -194,7 +146,7 @@ def predict(policy, runs):
         for handle in handles:
             handle.remove()
         shares = {kind: torch.cat(shares).mean().item() for kind, shares in native.items()}
-        return {"native": shares, "metrics": output.get("metrics"), "weights": exported(engine)}
+        return {"native": shares, "metrics": output.get("metrics")}
 
     return each(runs, predicted)
 

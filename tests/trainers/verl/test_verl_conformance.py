@@ -50,12 +50,12 @@ class VerlUnderTest(HuggingFaceUnderTest):
         """None: a batch of verl has no field for what they chose."""
 
     def attach(self, model):
-        model.attached = AttachedEngine(model.model)
+        model.attached = AttachedEngine(model.engine)
         return model.attached
 
 
-class BareEngine(FSDPEngineWithLMHead):
-    """The engine of verl around a model that is there."""
+class Engine(FSDPRoutingReplay, FSDPEngineWithLMHead):
+    """The engine of verl with ours around a model that is there."""
 
     def __init__(self, module):
         if not dist.is_initialized():
@@ -68,20 +68,13 @@ class BareEngine(FSDPEngineWithLMHead):
         self._autocast_dtype = torch.float32
 
 
-class ReplayEngine(FSDPRoutingReplay, BareEngine):
-    def __init__(self, module):
-        super().__init__(module)
-        self.routing = FSDPPasses(self, "R3")
-        self.routing.first_rollout_checked = True  # the kit replays routes that no model would take
-
-
 class AttachedEngine:
     """What an engine replays, opened by hand."""
 
-    def __init__(self, module):
-        self.engine, self.rollout = ReplayEngine(module), None
-        routed = self.engine.routing.routed
-        self.spec, self.record = routed.spec, routed.record  # which R2 is recorded with
+    def __init__(self, engine):
+        self.passes, self.rollout = FSDPPasses(engine, "R3"), None
+        self.passes.first_rollout_checked = True  # the kit replays routes that no model would take
+        self.spec, self.record = self.passes.routed.spec, self.passes.routed.record  # which R2 is recorded with
 
     @contextmanager
     def replay(self, trace, *, weight_version=None):
@@ -91,7 +84,7 @@ class AttachedEngine:
         self.spec.require_same(trace.spec, what="the trace")
         outer, self.rollout = self.rollout, trace
         try:
-            with self.engine.routing.batch({FIELD: trace}, update=True):
+            with self.passes.batch({FIELD: trace}, update=True):
                 yield
         finally:
             self.rollout = outer
@@ -100,19 +93,19 @@ class AttachedEngine:
 class VerlModel(HuggingFaceModel):
     def __init__(self, model):
         super().__init__(model)
-        self._bare, self.attached = BareEngine(model), None
+        self.engine, self.attached = Engine(model), None
 
     def forward(self, batch, *, grad=True):
         """One pass of verl over a micro-batch."""
-        rollout = None if self.attached is None else self.attached.rollout
-        engine, found = self._bare if rollout is None else self.attached.engine, []
+        rollout, found = None if self.attached is None else self.attached.rollout, []
+        self.engine.routing = None if rollout is None else self.attached.passes
 
         def minus_mean_log_prob(model_output, data, dp_group):
             found.append(torch.cat([row[:-1] for row in model_output["log_probs"].unbind()]))
             return -found[0].mean(), {}
 
         with torch.set_grad_enabled(grad), self._probed() as given, collapse_is_refused():
-            loss, _ = engine.forward_step(micro_batch(batch, rollout), minus_mean_log_prob, not grad)
+            loss, _ = self.engine.forward_step(micro_batch(batch, rollout), minus_mean_log_prob, not grad)
         rows = rows_of(batch)
         real = rows >= 0
         order = np.argsort(rows[real], kind="stable")

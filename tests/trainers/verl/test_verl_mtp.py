@@ -10,19 +10,13 @@ from tests.trainers.verl import megatron_engines  # noqa: F401  before verl: no 
 
 # isort: on
 from tests.trainers.verl.mtp_bridge import save_predicting_policy
-from tests.trainers.verl.test_verl_megatron import FULL, apart
 from tests.trainers.verl.verl_ranks import run_each
 
 TENSOR, CONTEXT, PIPELINE = ({f"{kind}_parallel_size": 2} for kind in ("tensor_model", "context", "pipeline_model"))
 SPLITS = {"data": {}, "tensor": TENSOR, "context": CONTEXT, "pipeline": PIPELINE}
 PLANNED = {f"{name}, planned": split | {"plans": True} for name, split in SPLITS.items()}
-RUNS = {
-    **SPLITS,
-    **PLANNED,
-    "data, planned, recomputed": {"plans": True, "transformer": FULL},
-    "data, not replayed": {"replay": "disabled"},
-}
 CONTROL = "data, not replayed"
+RUNS = SPLITS | PLANNED | {CONTROL: {"replay": "disabled"}}
 
 
 @pytest.fixture(scope="module")
@@ -43,14 +37,6 @@ def test_the_decoder_is_replayed_and_layers_of_prediction_route_by_themselves(na
     for metrics in logged if replayed else ():
         assert metrics["mismatch/disagreement"] == [0.0]
         assert metrics["mismatch/native_disagreement"][0] > 0.05
-
-
-@pytest.mark.parametrize("name", [*PLANNED, "data, planned, recomputed"])
-def test_a_plan_changes_nothing_but_where_the_decoders_rows_are_computed(name, found):
-    weights = found[name.partition(",")[0]][0]["weights"]
-    rounding = apart(found["data"][0]["weights"], found["data, planned"][0]["weights"])
-    assert all(apart(weights, rank["weights"]) < 1e-5 for rank in found[name])
-    assert all(apart(found[CONTROL][0]["weights"], rank["weights"]) > 100 * rounding for rank in found[name])
-    for metrics in (rank["metrics"] for rank in found[name] if rank["metrics"]):
+    for metrics in logged if "planned" in name else ():
         assert metrics["plan/rows_off"] == [0.0]
         assert metrics["plan/imbalance_executed"][0] < metrics["plan/imbalance_static"][0]

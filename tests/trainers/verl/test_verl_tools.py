@@ -1,11 +1,9 @@
-"""verl's own agent loop with a tool, its client and its server, on a stand-in for vLLM's engine, turn by turn.
+"""verl's own agent loop with a tool, on a stand-in for its servers, turn by turn.
 
-verl keeps the routes of the last request alone, which has a row for each token of the turns before it. Routes say here
-to which token, position and request they belong.
+verl keeps the routes of the last request alone, which has a row for each token of the turns before it.
 """
 
 import asyncio
-import copy
 from types import SimpleNamespace
 
 import numpy as np
@@ -13,23 +11,17 @@ import pytest
 
 pytest.importorskip("verl", reason="there is no verl in this environment: run `make night PART=verl`")
 
+from tokenizers import Tokenizer, models
+from transformers import PreTrainedTokenizerFast
 from transformers.utils import get_json_schema
-from verl.experimental.agent_loop.agent_loop import DictConfigWrap, ToolListWrap
+from verl.experimental.agent_loop.agent_loop import AgentLoopWorker, DictConfigWrap, ToolListWrap
 from verl.experimental.agent_loop.tool_agent_loop import ToolAgentLoop
 from verl.tools.function_tool import FunctionTool
 from verl.tools.schemas import OpenAIFunctionToolSchema
-from verl.workers.rollout.llm_server import LLMServerClient
-from verl.workers.rollout.vllm_rollout import vllm_async_server
-from vllm.logprobs import Logprob
-from vllm.outputs import CompletionOutput, RequestOutput, SamplingMask
+from verl.workers.rollout.replica import TokenOutput
 
 from examples.trl.tiny import chat_tokenizer, look_up
-from foreroute.errors import CaptureError, ReplayError
-from foreroute.trainers.verl import trace_of
-from foreroute.trainers.verl.packed_batch import require_routed
 from tests.trainers.given_experts import differing, drawn_anew, native, watched
-from tests.trainers.verl.test_verl_data import agent_loop_batch
-from tests.trainers.verl.verl_batches import SPEC, telling_routes
 from tests.trainers.verl.verl_book import Book
 from tests.trainers.verl.verl_engines import make, old_log_probs, tensordict
 
@@ -38,81 +30,20 @@ WIDTHS = (16, 400)
 END = 1
 
 
-def routes_of(tokens, request):
-    """Those of one request: uint8 [T - 1, 3, 2]."""
-    return telling_routes(np.asarray(tokens) + 1000 * request).astype(np.uint8)
+class Servers:
+    """Answers requests with these texts, as verl's client of its servers does, and with routes of all tokens."""
+
+    def __init__(self, texts, routes):
+        self._texts, self._routes = [[*chat_tokenizer()(text)["input_ids"], END] for text in texts], routes
+
+    async def generate(self, request_id, *, prompt_ids, **_):
+        response = self._texts.pop(0)
+        routes = self._routes([*prompt_ids, *response])
+        log_probs = [-1.0] * len(response)
+        return TokenOutput(token_ids=response, log_probs=log_probs, routed_experts=routes, stop_reason="completed")
 
 
-class Engine:
-    """Answers requests with texts, as vLLM's engine does, which is asked by verl's server.
-
-    Args:
-        texts: of the answers.
-        routes: of what was asked for and answered, of all tokens but the last.
-        stops: by request, after how many tokens it is stopped, the rest to be asked for by itself; None where it ends.
-
-    Attributes:
-        answers: (prompt, response) of each request.
-    """
-
-    def __init__(self, texts, *, routes=routes_of, stops=()):
-        self.answers, self._routes, self._stops = [], routes, stops
-        self._texts = [[*chat_tokenizer()(text)["input_ids"], END] for text in texts]
-
-    async def generate(self, prompt, sampling_params, **_):
-        request, asked = len(self.answers), list(prompt["prompt_token_ids"])
-        response, stop = self._texts.pop(0), dict(enumerate(self._stops)).get(request)
-        if stop is not None:
-            self._texts.insert(0, response[stop:])
-            response = response[:stop]
-        self.answers.append((asked, response))
-        tokens = [*asked, *response]
-        completion = CompletionOutput(
-            index=0,
-            text="",
-            token_ids=response,
-            cumulative_logprob=None,
-            logprobs=[{token: Logprob(-1.0 - request)} for token in response],
-            routed_experts=self._routes(tokens, request),
-            sampling_mask=SamplingMask([drawn_from(tokens[p], p) for p in range(len(asked), len(tokens))]),
-            finish_reason="stop" if stop is None else "abort",
-        )
-        about = {"prompt": None, "prompt_token_ids": asked, "prompt_logprobs": None, "finished": True}
-        yield RequestOutput(request_id="0", outputs=[completion], **about)
-
-
-def drawn_from(token, position):
-    """The set of a token, by which it is known."""
-    return sorted({token, (token + 3 * position) % 190, (7 * position + 1) % 190})
-
-
-def client_of(engine, kind=LLMServerClient):
-    """verl's client, asking verl's server, which asks this engine."""
-    server = object.__new__(type("Server", (vllm_async_server.vLLMHttpServer,), {"lora_as_adapter": False}))
-    rollout = {"max_model_len": 1000, "response_length": 400, "prompt_length": 400, "full_determinism": False}
-    rollout |= {"enable_rollout_routing_replay": True, "mtp": None}
-    server.config = type("Rollout", (SimpleNamespace,), {"get": lambda self, name, other: other})(**rollout)
-    server.model_config = SimpleNamespace(processor=None)
-    server._disaggregation_role, server.global_steps = "null", 3
-    server.replica_rank = server._admitting = 0
-    server.engine = engine
-
-    async def at_once(*_):
-        return None
-
-    async def acquired(*_, **__):
-        remote = lambda **given: server.generate(**copy.deepcopy(given))  # noqa: E731  Ray sends copies
-        return "0", SimpleNamespace(generate=SimpleNamespace(remote=remote))
-
-    server._park_until_admitted = at_once
-    client = object.__new__(kind)
-    rollout = SimpleNamespace(name="vllm", full_determinism=False, response_length=400)
-    client.config = SimpleNamespace(actor_rollout_ref=SimpleNamespace(rollout=rollout))
-    client._acquire_server, client._release_server = acquired, lambda *_, **__: None
-    return client
-
-
-async def looped(client, *, response_length, kind=ToolAgentLoop):
+async def looped(servers, *, response_length):
     """What verl's agent loop makes of a conversation."""
     multi_turn = SimpleNamespace(
         max_user_turns=None,
@@ -127,9 +58,9 @@ async def looped(client, *, response_length, kind=ToolAgentLoop):
     )
     config = SimpleNamespace(actor_rollout_ref=SimpleNamespace(rollout=rollout))
     schema = OpenAIFunctionToolSchema.model_validate(get_json_schema(look_up))
-    loop = kind(
+    loop = ToolAgentLoop(
         trainer_config=DictConfigWrap(config),
-        server_manager=client,
+        server_manager=servers,
         tokenizer=chat_tokenizer(),
         processor=None,
         dataset_cls=None,
@@ -139,20 +70,24 @@ async def looped(client, *, response_length, kind=ToolAgentLoop):
     return await loop.run({"logprobs": True}, raw_prompt=[{"role": "user", "content": "how many"}])
 
 
-@pytest.mark.parametrize(
-    ("routed", "error", "message"),
-    [
-        (lambda request: request < 2, ReplayError, "has no route at position"),
-        (lambda request: False, CaptureError, "no 'routed_experts'"),
-    ],
-    ids=["last-turn-without", "no-turn-with"],
-)
-def test_turns_without_routes_are_refused(routed, error, message):
-    routes = lambda tokens, request: routes_of(tokens, request) if routed(request) else None  # noqa: E731
-    output = asyncio.run(looped(client_of(Engine([CALL, CALL, "and so"], routes=routes)), response_length=400))
-    batch = asyncio.run(agent_loop_batch([output], (WIDTHS[0], 400)))
-    with pytest.raises(error, match=message):
-        require_routed(trace_of(batch, model=SPEC), batch)
+async def agent_loop_batch(outputs, widths):
+    """verl's own padding and stacking, on a worker that has no servers."""
+    worker = object.__new__(AgentLoopWorker)
+    worker.rollout_config = SimpleNamespace(prompt_length=widths[0], response_length=widths[1])
+    worker.tokenizer = PreTrainedTokenizerFast(tokenizer_object=Tokenizer(models.WordLevel()), pad_token="<pad>")
+    nothing = lambda *_, **__: none()  # noqa: E731
+    worker._compute_multi_modal_inputs = lambda *_: {}
+    worker._compute_position_ids = lambda ids, mask, *_: (mask.cumsum(1) - 1).clamp(min=0)
+    worker._get_mm_processor_kwargs = lambda *_: None
+    worker._compute_score = worker._compute_teacher_logprobs = nothing
+    worker.reward_loop_worker_handles = None
+    worker.distillation_enabled = False
+    inner = [await worker._agent_loop_postprocess(output, False, raw_prompt=[]) for output in outputs]
+    return worker._postprocess(inner)
+
+
+async def none():
+    return None
 
 
 @pytest.mark.shows("verl, FSDP engine", "agent loop with tools")
@@ -160,12 +95,12 @@ def test_verls_engine_gives_experts_the_routes_of_every_turn(group, folder):
     """Of which a part is drawn at random, so that the model would not take them by itself."""
     model, rng, routes = Book(folder, count=1).model, np.random.default_rng(5), {}
 
-    def drawn(tokens, request):
+    def drawn(tokens):
         routes[tuple(tokens)] = rows = drawn_anew(native(model, tokens)[0][:-1], 0.1, rng)
         return np.concatenate([np.zeros_like(rows[:, :1]), rows], axis=1).astype(np.uint8)
 
-    engines = [Engine(texts, routes=drawn) for texts in (["no call"], [CALL, CALL, "and so"])]
-    outputs = [asyncio.run(looped(client_of(each), response_length=300)) for each in engines]
+    servers = [Servers(texts, drawn) for texts in (["no call"], [CALL, CALL, "and so"])]
+    outputs = [asyncio.run(looped(each, response_length=300)) for each in servers]
     batch = asyncio.run(agent_loop_batch(outputs, (WIDTHS[0], 300)))
     del batch.batch["rollout_log_probs"]  # the server's are none of a model
     engine = make(folder, "R3", lr=0.0)

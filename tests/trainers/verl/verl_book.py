@@ -3,17 +3,12 @@
 A part of the routes is drawn at random, so that no model would take them. Nothing here asks an engine of verl.
 """
 
-from contextlib import contextmanager
-from unittest import mock
-
 import numpy as np
 import torch
 from transformers import Qwen3MoeForCausalLM
 
 from foreroute.adapters import hf
-from foreroute.mismatch import Sentinel
 from foreroute.trace import RoutingTrace
-from tests.replay.root_oracle import root_counts
 from tests.trainers.given_experts import drawn_anew, native
 
 PROMPT, RESPONSE = 6, 8
@@ -68,16 +63,6 @@ class Book:
         self.model.float()
         return found
 
-    def roots(self):
-        """What `root_rows` gives of all sequences, each replayed alone by the Hugging Face adapter."""
-        found = []
-        for (tokens, given), routes in zip(self.sequences(), self.routes, strict=True):
-            trace = RoutingTrace.from_sequences(self.routed.spec, [tokens], [routes])
-            with torch.no_grad(), self.routed.replay(trace), self.routed.record(native=True) as recording:
-                logprobs_of(self.model, tokens, **given)
-            found += root_rows([root_counts(recording.trace().expert_ids_NLK, trace)])
-        return sorted(found)
-
     def descended(self, share):
         """Weights in float64, by name, after a step of gradient descent at rate 1 along a share of the gradient of
         `mean_log_prob`, and before it.
@@ -124,22 +109,6 @@ class Book:
         if not routes:
             del batch["routed_experts"]
         return batch
-
-
-def root_rows(judged):
-    """The counts of every row, by sequence: ranks take sequences in orders of their own."""
-    found = []
-    for counts in judged:
-        rows_N4 = np.stack([counts.roots_N, counts.before_N, counts.after_N, counts.repeats_N], 1)
-        found += [rows.tolist() for rows in np.split(rows_N4, np.cumsum(counts.lengths_S)[:-1])]
-    return sorted(found)
-
-
-@contextmanager
-def noting_roots(judged):
-    """What sentinels are given to judge while the context is open."""
-    with mock.patch.object(Sentinel, "judge", lambda sentinel, counts: judged.append(counts) or []):
-        yield
 
 
 def logprobs_of(model, tokens, **given):

@@ -1,10 +1,18 @@
 """Engines and batches of the released verl, on a CPU."""
 
 import importlib
+from contextlib import ExitStack, contextmanager
+from unittest.mock import patch
 
 import torch
+import torch.nn.functional as F
 from tensordict import TensorDict
-from torch.distributed.fsdp import FullyShardedDataParallel
+from torch.distributed.fsdp import FullyShardedDataParallel, _init_utils
+from transformers import AttentionInterface, AttentionMaskInterface
+from transformers.integrations.flash_attention import flash_attention_forward
+from transformers.masking_utils import flash_attention_mask
+from transformers.models.qwen3_moe import modeling_qwen3_moe
+from verl.models.transformers import monkey_patch
 from verl.trainer.config import CheckpointConfig
 from verl.utils import tensordict_utils as tu
 from verl.workers.config import EngineRouterReplayConfig, FSDPEngineConfig, FSDPOptimizerConfig, HFModelConfig
@@ -12,8 +20,10 @@ from verl.workers.engine import EngineRegistry
 from verl.workers.engine.fsdp.transformer_impl import FSDPEngineWithLMHead
 from verl.workers.utils.padding import left_right_2_no_padding
 
-from tests.trainers.verl.verl_standins import PACKED, on_cpu  # noqa: F401  of which tests take it from here
-
+PACKED = "packed_on_cpu"
+"""An attention that goes the way of flash attention, through verl's exchange between ranks of Ulysses."""
+AttentionInterface.register(PACKED, flash_attention_forward)
+AttentionMaskInterface.register(PACKED, flash_attention_mask)
 FLOAT32 = {"param_dtype": "fp32", "reduce_dtype": "fp32", "buffer_dtype": "fp32"}
 
 
@@ -80,3 +90,26 @@ def mean_log_prob(model_output, data, dp_group):
     lengths = data["responses"].ne(0).sum(1).tolist()
     parts = [row[len(row) - 1 - n : len(row) - 1] for row, n in zip(rows, lengths, strict=True)]
     return -torch.cat(parts).sum() / 100, {"pg_loss": 0.0}
+
+
+@contextmanager
+def on_cpu():
+    """While the context is open, FSDP1 takes states of the CPU, and what verl patches of a class is undone after it."""
+    model = modeling_qwen3_moe.Qwen3MoeForCausalLM
+    with ExitStack() as stack:
+        stack.enter_context(patch.object(_init_utils, "_check_module_states_for_sync_module_states", lambda *_: None))
+        stack.enter_context(patch.object(monkey_patch, "_flash_attention_forward", _attention))
+        stack.enter_context(patch.object(model, "forward", model.forward))
+        yield
+
+
+def _attention(query_BTHD, key_BTHD, value_BTHD, mask, query_length, *args, position_ids, softmax_scale, **kwargs):
+    """Of each packed sequence within itself, by what kernels of flash attention are given."""
+    assert (mask, query_length) == (None, query_BTHD.shape[1])
+    number_BT = (position_ids == 0).cumsum(-1)
+    is_seen_BTT = (number_BT[:, :, None] == number_BT[:, None]).tril()
+    heads_first = (each.transpose(1, 2) for each in (query_BTHD, key_BTHD, value_BTHD))
+    out = F.scaled_dot_product_attention(
+        *heads_first, attn_mask=is_seen_BTT[:, None], scale=softmax_scale, enable_gqa=True
+    )
+    return out.transpose(1, 2)

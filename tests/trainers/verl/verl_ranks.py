@@ -4,7 +4,9 @@ import importlib
 import io
 import multiprocessing
 import os
+import sys
 from contextlib import closing
+from pathlib import Path
 
 import torch
 import torch.distributed as dist
@@ -25,6 +27,16 @@ def run_each(num_ranks, function, policy, runs, *args):
     """Of each run, by name, what its ranks did: lists of what `run` gives."""
     by_rank = run(num_ranks, function, policy, runs, *args)
     return {name: [rank[name] for rank in by_rank] for name in by_rank[0]}
+
+
+def with_verl_of(patched, function, *args):
+    """Call "module.function" where verl is imported from there, and nothing of foreroute.trainers."""
+    sys.path.insert(0, str(patched))
+    module, name = function.split(".")
+    found = getattr(importlib.import_module(f"{__package__}.{module}"), name)(*args)
+    assert Path(sys.modules["verl"].__file__).is_relative_to(patched)
+    assert not [each for each in sys.modules if each.startswith("foreroute.trainers")]
+    return found
 
 
 def _call(rank, function, args):
