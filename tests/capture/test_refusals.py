@@ -136,6 +136,15 @@ def choice(**changes):
     return wires.vllm_answer(R, **changes)["choices"][0]
 
 
+class Answer:
+    """As HTTP libraries have it, before its text is read."""
+
+    status_code = 200
+
+    def json(self):
+        return {"choices": [choice()]}
+
+
 ABORTED = choice(finish_reason="abort", routed_experts=None, token_ids=[])
 ROWS = np.zeros((1, 2, 3), np.uint8)
 A_TABLE = "expected base64, the axes, and one of int8"
@@ -149,6 +158,9 @@ DAMAGED = [
         "output 1: choice 0 was aborted .finish_reason abort.*; leave it",
     ),
     ([wires.sglang(R), {"meta_info": {"finish_reason": {"type": "abort"}}}], "output 1: the answer was aborted"),
+    (Answer(), "the response of an HTTP library; pass its text"),
+    (None, "is None, which has nothing of an engine"),
+    ({}, "has nothing of an engine"),
     # of no form, or of two
     ("{", "the text, which may have been cut, is not JSON"),
     (b"\xff\xfe\x00", "not text in UTF-8"),

@@ -52,6 +52,26 @@ def files(tmp_path_factory):
     return folder
 
 
+@pytest.mark.parametrize(
+    ("change", "told"),
+    [
+        (lambda counts: counts, ""),
+        (
+            lambda counts: counts // 4,
+            "layer 1 has .* assignments of rank 0 in micro-step 0, and layer 0 .*: layers route",
+        ),
+        (lambda counts: counts + 1, ""),
+        (lambda counts: np.concatenate([counts[..., :1] + 1, counts[..., 1:]], axis=3), "no multiple of top_k 2"),
+    ],
+)
+def test_counts_that_no_step_has_are_told(files, tmp_path, change, told):
+    save_counts(change(counts()), tmp_path / "counts.safetensors")
+    with warnings.catch_warnings(record=True) as found:
+        warnings.simplefilter("always")
+        read_step(files / "cluster.toml", [tmp_path / "counts.safetensors"])
+    assert [bool(re.search(told, str(each.message))) for each in found] == [True] * bool(told)
+
+
 def test_counts_to_table_plan_and_page(files, tmp_path):
     output = tmp_path / "out.safetensors"
     given = f"counts.safetensors --topology cluster.toml --output {output}"

@@ -244,7 +244,9 @@ def test_what_is_enough_comes_before_what_each_way_reaches(seconds, verdict):
     finding, table = ways_finding(ways, paying(case())), ways_table(ways)
     assert finding.startswith(f"{verdict}")
     unused = ways_finding(ways, replace(paying(case()), once_s=9.0))
-    assert unused == finding or unused.startswith("Replicas would pay here if the plan itself took no time, by the cost")
+    assert unused == finding or unused.startswith(
+        "Replicas would pay here if the plan itself took no time, by the cost"
+    )
     assert (unused != finding) is verdict.startswith("Replicas pay")
     assert (
         "1.550 times the mean as it is, 1.490 packed by routes, 1.026 with homes moved too (2.43 GB a rank, once), "
