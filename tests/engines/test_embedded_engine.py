@@ -77,12 +77,12 @@ def test_weights_come_one_by_one_and_all_of_them():
 def test_what_the_engine_cannot_take_is_refused():
     model = tiny("qwen3_moe")
     engine, size = EmbeddedEngine(model), model.config.vocab_size
-    with pytest.raises(ConfigError, match="precision is 'float16'; expected one of float32, bfloat16, fp8"):
+    with pytest.raises(ConfigError, match=r"precision .*'float16'.*float32, bfloat16, fp8"):
         EmbeddedEngine(model, "float16")
-    with pytest.raises(ConfigError, match="version of the weights is 'x'"):
+    with pytest.raises(ConfigError, match=r"version .* 'x'"):
         engine.load_weights(model.state_dict(), "x")
     for prompt in ([5.7, 6.2], [5, -1], [5, size]):
-        with pytest.raises(ConfigError, match=r"tokens of prompts are float64|a prompt has token -?[0-9]+; the model"):
+        with pytest.raises(ConfigError, match=r"tokens .* float64|has token -?\d+"):
             sampled(engine, prompts=[np.array(prompt)])
     with pytest.raises(ConfigError, match=f"end_token is {size}; the model knows tokens 0 to {size - 1}"):
         sampled(engine, end_token=size)
