@@ -76,6 +76,7 @@ OUTPUTS = (
     "simulate {good}/simulate.toml --output @",
     "train {good}/train.toml --folder @",
     "demo --steps 1 --folder @",
+    "demo-ep --steps 1 --folder @",
 )
 PARTS = {
     "{passes}": "--rollout {good}/generation.safetensors --trainer {good}/generation.safetensors",
@@ -128,16 +129,22 @@ def matrix():
     for words in OUTPUTS:
         suffix = {"plan": ".safetensors", "report": ".html", "doctor": ".html"}.get(words.split()[0], "")
         for name in ("new", "a/b/new", *NAMES.values()):
-            yield Case(words, "missing", FINE, name + suffix)
+            yield Case(words, "missing", accepted(words), name + suffix)
         for name in (*(name + suffix for name in IMPOSSIBLE.values()), "there.txt"):
             yield Case(words, "missing", REFUSED, name)
-        yield Case(words, "missing", FINE if words.startswith("demo") else REFUSED, "folder")
+        yield Case(words, "missing", FINE if words.startswith("demo ") else REFUSED, "folder")
         for condition in ("FIFO", "socket", "link to itself", "link to a text"):
             yield Case(words, condition, REFUSED, f"given{suffix}")
         yield Case(words, "dangling link", ANY, f"given{suffix}")
     for valid, words in (*INPUTS, *(("", words) for words in OUTPUTS)):
         for codes, streams in STREAMS.values():
-            yield Case(words, "missing", codes, f"{{good}}/{valid}" if valid else "new", streams=streams)
+            codes, given = REFUSED if codes == REFUSED else accepted(words), f"{{good}}/{valid}" if valid else "new"
+            yield Case(words, "missing", codes, given, streams=streams)
+
+
+def accepted(words):
+    """Without torchrun, demo-ep has nothing to do."""
+    return REFUSED if words.startswith("demo-ep") else FINE
 
 
 def copied(at, valid):
@@ -165,6 +172,7 @@ def bound(at, valid):
 MADE = {
     "missing": lambda at, valid: None,
     "empty": lambda at, valid: at.mkdir() if valid.is_dir() else at.touch(),
+    "directory": lambda at, valid: at.mkdir(),
     "text": lambda at, valid: at.write_text("not what you expect\n"),
     "truncated": cut,
     "FIFO": lambda at, valid: os.mkfifo(at),
