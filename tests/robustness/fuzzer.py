@@ -31,9 +31,9 @@ START_S = 300
 """To make and read a valid input, for which frameworks are imported."""
 HANGS_AFTER_S = 20
 """A case that takes longer hangs. Valid inputs take milliseconds; the rest is for a busy machine."""
-ADDRESS_SPACE = 192 << 20
-"""What a child may map beyond what it has mapped when its first target has read a valid input: more is a `MemoryError`,
-which no reader turns into an error of its own."""
+ADDRESS_SPACE = 64 << 20
+"""What a malformed input may map beyond what is mapped when the valid one has been read: more is a `MemoryError`, which
+no reader turns into an error of its own."""
 
 
 @dataclass
@@ -103,6 +103,7 @@ def main():
 
 def _attack_batch(target, cases, begin):
     """The verdicts of cases that share a valid input. `begin` is called with the number of each."""
+    resource.setrlimit(resource.RLIMIT_AS, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
     valid = target.make(np.random.default_rng([SEED, cases[0]]))
     expected = target.content(valid)
     _limit_address_space()
@@ -117,11 +118,10 @@ def _attack_batch(target, cases, begin):
     return {"verdicts": verdicts, "failures": failures}
 
 
-@cache
 def _limit_address_space():
     """An allocation far beyond what any valid input needs fails, whether its pages are touched or not."""
     mapped = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
-    resource.setrlimit(resource.RLIMIT_AS, (mapped + ADDRESS_SPACE, mapped + ADDRESS_SPACE))
+    resource.setrlimit(resource.RLIMIT_AS, (mapped + ADDRESS_SPACE, resource.RLIM_INFINITY))
 
 
 def _memory():

@@ -1,4 +1,4 @@
-"""What planning reads: topologies, which are texts, and plans and counts, which have checksums."""
+"""What planning reads: topologies and simulations, which are texts, and plans and counts, which have checksums."""
 
 import json
 import tomllib
@@ -12,6 +12,7 @@ from foreroute.costs.cluster_file import load_cluster
 from foreroute.layout import Packing
 from foreroute.plan.counts import COUNTS_FILE, load_counts
 from foreroute.plan.plan_file import load_plan, plan_to_bytes
+from foreroute.simulate.config import load_config
 from tests.plan.random_plans import small_case
 from tests.robustness.mutations import damage, forge, forge_values
 from tests.robustness.target import Target
@@ -23,10 +24,19 @@ TOPOLOGY = {
     "model": {"preset": "qwen3-30b-a3b"},
     "costs": {"dispatcher": "dedup"},
 }
+SIMULATION = {
+    "cluster": {"gpus": 16, "expert_parallel": 8, "redundant_slots": 2},
+    "hardware": {"preset": "h100"},
+    "model": {"preset": "qwen3-30b-a3b"},
+    "workload": {"tokens_per_rank": 2048, "micro_steps": 2, "layers": 2},
+}
 
 
 def text_targets(folder):
-    return [toml_target("topology", TOPOLOGY, load_cluster, _require_cluster, folder)]
+    return [
+        toml_target("topology", TOPOLOGY, load_cluster, _require_cluster, folder),
+        toml_target("simulation", SIMULATION, load_config, _require_simulation, folder),
+    ]
 
 
 def toml_target(name, values, read, check, folder):
@@ -75,6 +85,12 @@ def _require_cluster(given, cluster):
     assert topology.num_ranks % topology.ranks_per_node == 0
     assert topology.redundant_slots >= 0
     assert all(0 < value < float("inf") for value in vars(topology.links).values())
+
+
+def _require_simulation(given, config):
+    for name in ("cluster", "workload", "execution"):
+        require_unchanged(given.get(name, {}), getattr(config, name))
+    assert config.cluster.gpus % config.cluster.expert_parallel == 0
 
 
 def json_lines(values):

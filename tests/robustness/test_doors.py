@@ -76,6 +76,7 @@ OUTPUTS = (
     "simulate {good}/simulate.toml --output @",
     "train {good}/train.toml --folder @",
     "demo --steps 1 --folder @",
+    "demo-ep --steps 1 --folder @",
 )
 PARTS = {
     "{passes}": "--rollout {good}/generation.safetensors --trainer {good}/generation.safetensors",
@@ -120,7 +121,7 @@ def matrix():
             yield Case(words, condition, fine, f"given{suffix}", valid)
         for name in NAMES.values():
             # the safetensors library, which reads weights, takes no name that is not UTF-8
-            codes = ANY if valid == "model" else FINE
+            codes = REFUSED if valid == "model" and name == NOT_UTF8 else FINE
             yield Case(words, "missing", REFUSED, name + suffix, valid)
             yield Case(words, "valid", codes, name + suffix, valid)
         for name in (*(name + suffix for name in IMPOSSIBLE.values()), "/dev/zero", "/dev/full", "/dev/null"):
@@ -128,16 +129,22 @@ def matrix():
     for words in OUTPUTS:
         suffix = {"plan": ".safetensors", "report": ".html", "doctor": ".html"}.get(words.split()[0], "")
         for name in ("new", "a/b/new", *NAMES.values()):
-            yield Case(words, "missing", FINE, name + suffix)
+            yield Case(words, "missing", accepted(words), name + suffix)
         for name in (*(name + suffix for name in IMPOSSIBLE.values()), "there.txt"):
             yield Case(words, "missing", REFUSED, name)
-        yield Case(words, "missing", FINE if words.startswith("demo") else REFUSED, "folder")
+        yield Case(words, "missing", FINE if words.startswith("demo ") else REFUSED, "folder")
         for condition in ("FIFO", "socket", "link to itself", "link to a text"):
             yield Case(words, condition, REFUSED, f"given{suffix}")
         yield Case(words, "dangling link", ANY, f"given{suffix}")
     for valid, words in (*INPUTS, *(("", words) for words in OUTPUTS)):
         for codes, streams in STREAMS.values():
-            yield Case(words, "missing", codes, f"{{good}}/{valid}" if valid else "new", streams=streams)
+            codes, given = REFUSED if codes == REFUSED else accepted(words), f"{{good}}/{valid}" if valid else "new"
+            yield Case(words, "missing", codes, given, streams=streams)
+
+
+def accepted(words):
+    """Without torchrun, demo-ep has nothing to do."""
+    return REFUSED if words.startswith("demo-ep") else FINE
 
 
 def copied(at, valid):
@@ -165,6 +172,7 @@ def bound(at, valid):
 MADE = {
     "missing": lambda at, valid: None,
     "empty": lambda at, valid: at.mkdir() if valid.is_dir() else at.touch(),
+    "directory": lambda at, valid: at.mkdir(),
     "text": lambda at, valid: at.write_text("not what you expect\n"),
     "truncated": cut,
     "FIFO": lambda at, valid: os.mkfifo(at),
@@ -313,6 +321,7 @@ def test_no_input_output_or_stream_breaks_a_verb(monkeypatch, tmp_path):
         importlib.import_module(f"foreroute.{name}")
     cases = list(matrix())
     cases = cases[:: max(1, len(cases) // MOST)] if MOST else cases
+    assert len(cases) >= (MOST or 700)
     results = [run(case, tmp_path / f"case{number}", tmp_path / "good") for number, case in enumerate(cases)]
     failures = {kind: names for kind, names in judged(results).items() if names}
     print(f"{len(cases)} cases: {failures}")
