@@ -158,9 +158,10 @@ DAMAGED = [
         "output 1: choice 0 was aborted .finish_reason abort.*; leave it",
     ),
     ([wires.sglang(R), {"meta_info": {"finish_reason": {"type": "abort"}}}], "output 1: the answer was aborted"),
-    (Answer(), "the response of an HTTP library; pass its text"),
-    (None, "is None, which has nothing of an engine"),
-    ({}, "has nothing of an engine"),
+    (Answer(), "response object of an HTTP library"),
+    (None, "is None, which is empty"),
+    ({}, "which is empty"),
+    ({"meta_info": {}}, "has no routed_experts in .*; start the engine"),
     # of no form, or of two
     ("{", "the text, which may have been cut, is not JSON"),
     (b"\xff\xfe\x00", "not text in UTF-8"),

@@ -86,6 +86,8 @@ def test_one_node_needs_no_link_to_others():
     assert parse_cluster(given, source="x").topology.num_nodes == 1
     with pytest.raises(ConfigError, match="cluster_bytes_per_s, cluster_latency_s"):
         parse_cluster({**given, "topology": {"num_ranks": 16, "redundant_slots": 2}}, source="x")
+    with pytest.raises(ConfigError, match="cluster_bytes_per_s, cluster_latency_s"):
+        parse_cluster(given, source="one group of several", num_gpus=64)
 
 
 RATES = {

@@ -82,7 +82,7 @@ def test_what_the_engine_cannot_take_is_refused():
     with pytest.raises(ConfigError, match=r"version .* 'x'"):
         engine.load_weights(model.state_dict(), "x")
     for prompt in ([5.7, 6.2], [5, -1], [5, size]):
-        with pytest.raises(ConfigError, match=r"tokens .* float64|has token -?\d+"):
+        with pytest.raises(ConfigError, match=r"prompt 0 .*(float64|from -1|token \d+)"):
             sampled(engine, prompts=[np.array(prompt)])
     with pytest.raises(ConfigError, match=f"end_token is {size}; the model knows tokens 0 to {size - 1}"):
         sampled(engine, end_token=size)

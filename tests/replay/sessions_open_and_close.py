@@ -103,7 +103,7 @@ def check_a_session_that_nobody_opens_warns(framework):
         once = getattr(on.routed, name)(*given)
         with once:
             on.run(batch_of())
-        refuses(RuntimeError, f"{name}.. returns is opened once; call it anew", once.__enter__)
+        refuses(ReplayError, f"{name}.. returns is opened once; call it anew", once.__enter__)
     with warnings.catch_warnings():
         warnings.simplefilter("error", UserWarning)
         with on.routed.record(), on.routed.replay(trace):

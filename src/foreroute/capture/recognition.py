@@ -94,6 +94,10 @@ def _parsed(output: Any) -> Any:
 
 def _from_one(output: Any) -> tuple[Form, list[RawSequence]]:
     """Do as `read_output`, for what is no list of outputs."""
+    if output is None or (isinstance(output, Mapping) and not output):
+        raise CaptureError(f"the output is {shown(output)}, which is empty; pass what the engine answered")
+    if not isinstance(output, Mapping) and all(field_of(output, name) is not None for name in ("status_code", "json")):
+        raise CaptureError("the output is the response object of an HTTP library; pass its text or its json()")
     if is_array(output) and field_of(output, "ndim") == 4:
         raise CaptureError(
             "routes [B, T, layers, picks] alone do not say what is padding: RoutingTrace.from_padded takes them with "
@@ -193,11 +197,6 @@ def _verl(batch: Any) -> list[RawSequence]:
 
 def _no_routes(record: Any, what: str = "the output") -> CaptureError:
     """Make the error for an output without routes."""
-    # an HTTP library's answer, before its text was read
-    if not isinstance(record, Mapping) and all(hasattr(record, name) for name in ("status_code", "json")):
-        return CaptureError(f"{what} is {shown(record)}, the response of an HTTP library; pass its text or its json()")
-    if record is None or (isinstance(record, list | tuple | Mapping) and not record):
-        return CaptureError(f"{what} is {shown(record)}, which has nothing of an engine; pass what the engine answered")
     reason = field_of(record, "finish_reason")
     reason = field_of(reason, "type") if isinstance(reason, Mapping) else reason
     if isinstance(reason, str) and reason == "abort":

@@ -9,6 +9,8 @@ from functools import wraps
 from types import TracebackType
 from typing import Generic, NoReturn, ParamSpec, TypeVar
 
+from .errors import ReplayError
+
 P = ParamSpec("P")
 T = TypeVar("T")
 
@@ -33,7 +35,7 @@ class _Session(AbstractContextManager[T], Generic[T]):
 
     def __enter__(self) -> T:
         if self._was_opened:
-            raise RuntimeError(f"what {self._name}() returns is opened once; call it anew for each `with`")
+            raise ReplayError(f"what {self._name}() returns is opened once; call it anew for each `with`")
         self._was_opened = True
         return self._managed.__enter__()
 

@@ -40,15 +40,14 @@ GPU_RATES = {
         "memory_bytes_per_s": (1e11, 1e14, "bytes per second"),
     },
     "links": {
-        "node_bytes_per_s": (1e9, 1e13, "bytes per second"),
-        "cluster_bytes_per_s": (1e8, 2e12, "bytes per second"),
-        "host_bytes_per_s": (1e9, 2e12, "bytes per second"),
+        "node_bytes_per_s": (1e9, 2e12, "bytes per second"),
+        "cluster_bytes_per_s": (1e8, 2e11, "bytes per second"),
+        "host_bytes_per_s": (1e9, 1e12, "bytes per second"),
         "node_latency_s": (0.0, 1e-3, "seconds"),
-        "cluster_latency_s": (0.0, 1e-3, "seconds"),
     },
 }
 """Least and most of what GPUs and their links reach, and the unit: an H100 has 4e14 to 1e15, 3e12, 4e11, 5e10, 5e10 and
-2e-5 to 5e-5. A rate in GB/s is far below, one in bits per second eight times as large, 5 µs in milliseconds above."""
+2e-5. Rates of fast links in bits per second are above, rates in GB/s far below, and 5 µs in milliseconds is above."""
 MOST_DENSE_OVER_SQUARE = 50
 """Most dense parameters of a layer over the square of its width: models have 3 to 10, a whole model hundreds."""
 Rates = Mapping[str, Mapping[str, float]]
@@ -73,8 +72,8 @@ def load_cluster(path: Path) -> Cluster:
     return parse_cluster(read_toml(path), source=str(path))
 
 
-def parse_cluster(values: Mapping[str, Any], *, source: str) -> Cluster:
-    """Check values that came from `source`.
+def parse_cluster(values: Mapping[str, Any], *, source: str, num_gpus: int | None = None) -> Cluster:
+    """Check values that came from `source`, of a cluster with `num_gpus` in all where it has several groups of ranks.
 
     Raises:
         ConfigError, TopologyError: as `load_cluster`.
@@ -97,8 +96,9 @@ def parse_cluster(values: Mapping[str, Any], *, source: str) -> Cluster:
     hardware = preset.get("hardware")
     if hardware is not None:
         preset["links"] = hardware.links
-    if _is_one_node(given, hardware):
-        # nothing passes its links, and the page names none
+    is_one_node = _is_one_node(given, hardware, num_gpus)
+    if is_one_node and hardware is None:
+        # nothing leaves it, so that a link to others would be a figure out of nowhere
         for near, far in ((NODE_LINK, CLUSTER_LINK), ("node_latency_s", "cluster_latency_s")):
             if near in given["links"]:
                 given["links"].setdefault(far, given["links"][near])
@@ -117,22 +117,23 @@ def parse_cluster(values: Mapping[str, Any], *, source: str) -> Cluster:
     if topology.num_nodes > 1:
         _refuse_half_of_links(given["links"], links, source)
     if hardware.tile_rows > 1:
-        _warn_of_odd_rates(costs, topology, source)
+        _warn_of_odd_rates(costs, links, is_one_node, source)
     away = model.num_experts - model.num_experts // topology.num_ranks
     if topology.redundant_slots > away > 0:
         warnings.warn(
-            f"{source}: [topology] redundant_slots is {topology.redundant_slots}; a rank has a use for {away} at most, "
+            f"{source}: redundant_slots is {topology.redundant_slots}; a rank has a use for {away} at most, "
             "as many experts of a layer as are not at home there",
             stacklevel=1,
         )
     return Cluster(topology, costs)
 
 
-def _is_one_node(given: Mapping[str, Mapping[str, Any]], preset: Hardware | None) -> bool:
-    """Say whether all ranks are joined by the fast link, where no preset has the other one."""
-    ranks, own = given["topology"].get("num_ranks"), given["hardware"].get("ranks_per_node", Hardware.ranks_per_node)
+def _is_one_node(given: Mapping[str, Mapping[str, Any]], preset: Hardware | None, num_gpus: int | None) -> bool:
+    """Say whether the fast link joins all GPUs."""
+    ranks = given["topology"].get("num_ranks") if num_gpus is None else num_gpus
+    own = given["hardware"].get("ranks_per_node", (preset or Hardware).ranks_per_node)
     width = given["topology"].get("ranks_per_node", own)
-    return preset is None and is_whole(ranks) and is_whole(width) and ranks <= width
+    return is_whole(ranks) and is_whole(width) and ranks <= width
 
 
 def _refuse_other_units(tables: Mapping[str, Links | Hardware], source: str) -> None:
@@ -157,18 +158,18 @@ def _refuse_half_of_links(given: Mapping[str, Any], links: Links, source: str) -
         )
 
 
-def _warn_of_odd_rates(costs: CostModel, topology: Topology, source: str) -> None:
+def _warn_of_odd_rates(costs: CostModel, links: Links, is_one_node: bool, source: str) -> None:
     """Warn, once for all of them, of rates that no GPU is known to reach, and of a whole model for one layer."""
-    links, model = topology.links, costs.model
+    model = costs.model
     # links to other nodes count for nothing on a single one
-    unused = {key for key in vars(links) if topology.num_nodes == 1 and key.startswith("cluster_")}
+    unused = {key for key in vars(links) if is_one_node and key.startswith("cluster_")}
     odd = [
         f"[{table}] {key} is {value:g}, and GPUs reach {least:g} to {most:g} {unit}"
         for table, made in (("hardware", costs.hardware), ("links", links))
         for key, (least, most, unit) in GPU_RATES[table].items()
         if key not in unused and not least <= (value := getattr(made, key)) <= most
     ]
-    if topology.num_nodes > 1 and links.cluster_bytes_per_s > links.node_bytes_per_s:
+    if not is_one_node and links.cluster_bytes_per_s > links.node_bytes_per_s:
         odd.append(
             f"[links] {CLUSTER_LINK} is {links.cluster_bytes_per_s:g}, and {NODE_LINK} {links.node_bytes_per_s:g} "
             "bytes per second: other nodes are nearer than ranks of the same node"

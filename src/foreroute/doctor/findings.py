@@ -237,7 +237,8 @@ def _marked(evidence: Evidence) -> Iterator[Finding]:
             f"Every sequence begins with {zeros_S.min()} or more response tokens whose log-prob is exactly 0 on both "
             f"sides, {zeros_S.sum()} of {len(own_R)} in all, as where a mask marks prompts or padding. Means are over "
             "them too.",
-            "Give the mask of the response tokens, not the attention mask.",
+            "If these are tokens of prompts, give the mask of response tokens, not the attention mask. A policy that "
+            "is sure of a template has such zeros too.",
         )
 
 

@@ -14,9 +14,9 @@ DENIED, SHARE_DENIED = 4, 0.05
 zeros, and which part of it. Float32 rounds many of a peaked policy to 0, and the other side has nearly 0 there too.
 Where top-p leaves one token to draw from, the other side gives it that much: one half and more, as top-p is set."""
 
-BEGIN, SHARE_OF_BEGINNINGS, SHARE_OF_OTHERS = 3, 0.2, 0.1
-"""Zeros of both sides with which each sequence begins where prompts were marked: more than a template makes sure, a
-part of all tokens that it does not reach, and at most a part of the others, which a peaked policy exceeds."""
+BEGIN, SHARE_OF_BEGINNINGS, SHARE_OF_OTHERS = 6, 0.2, 0.1
+"""Zeros of both sides with which each sequence begins where prompts were marked: more than most templates make sure,
+a part of all tokens, and at most a part of the others, which a peaked policy exceeds."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -57,7 +57,7 @@ def denied_zeros(
 def shared_beginnings(
     own_R: NDArray[Any], other_R: NDArray[Any], lengths_S: NDArray[np.integer]
 ) -> NDArray[np.integer] | None:
-    """Count the zeros of both sides that each sequence begins with, [S], where nobody can have sampled so."""
+    """Count the zeros of both sides that each sequence begins with, [S], where they are many and others few."""
     zero_R = (np.asarray(own_R) == 0) & (np.asarray(other_R) == 0)
     parts = [each for each in np.split(zero_R, np.cumsum(lengths_S)[:-1]) if len(each)]
     counts = np.array([len(each) if each.all() else int(each.argmin()) for each in parts])

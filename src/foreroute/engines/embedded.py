@@ -24,7 +24,7 @@ from foreroute.adapters.hf import attach
 from foreroute.adapters.hf.routed_transformer import saved_tensors
 from foreroute.capture import Generation, Sampling
 from foreroute.capture.sampling_masks import masks_of_steps
-from foreroute.checks import MOST_INT32, whole_number
+from foreroute.checks import MOST_INT32, as_int32, whole_number
 from foreroute.core.caches import named_cache
 from foreroute.engines.sequences import count_tokens
 from foreroute.errors import ConfigError, DivergedError, shown
@@ -127,7 +127,7 @@ class EmbeddedEngine:
         device = self._model.get_input_embeddings().weight.device
         on_device = _generator_on(device, generator)
         lengths = np.array(count_tokens(prompts))
-        self._require_known(np.concatenate([np.asarray(prompt) for prompt in prompts]), sampling.end_token)
+        self._require_known(prompts, sampling.end_token)
         parts, order = [], []
         for length in np.unique(lengths):
             alike = np.flatnonzero(lengths == length)
@@ -139,15 +139,14 @@ class EmbeddedEngine:
     def close(self) -> None:
         """Do nothing: this engine is only memory."""
 
-    def _require_known(self, tokens_N: NDArray[Any], end_token: int) -> None:
-        """Raise `ConfigError` for tokens of prompts that are none of the model's, and an end that it never samples."""
+    def _require_known(self, prompts: Sequence[NDArray[np.int32]], end_token: int) -> None:
+        """Raise `ConfigError` for tokens of prompts that the model does not know, and an end that it does not."""
         size = self._model.get_input_embeddings().num_embeddings
-        if tokens_N.dtype.kind not in "iu":
-            raise ConfigError(f"tokens of prompts are {tokens_N.dtype}; expected integers")
-        unknown = tokens_N[(tokens_N < 0) | (tokens_N >= size)]
-        if len(unknown) or end_token >= size:
-            what = f"a prompt has token {unknown[0]}" if len(unknown) else f"end_token is {end_token}"
-            raise ConfigError(f"{what}; the model knows tokens 0 to {size - 1}")
+        for s, prompt in enumerate(prompts):
+            if (highest := as_int32(prompt, name=f"prompt {s}", error=ConfigError).max()) >= size:
+                raise ConfigError(f"prompt {s} has token {highest}; the model knows tokens 0 to {size - 1}")
+        if end_token >= size:
+            raise ConfigError(f"end_token is {end_token}; the model knows tokens 0 to {size - 1}")
 
     def _recording(self) -> AbstractContextManager[Recording]:
         return self._routed.record(weight_version=self.weight_version, indexers=self._indexers)

@@ -208,4 +208,4 @@ class SimulateConfig(Section):
         tables = {name: dict(getattr(self, name)) for name in PASSED_ON}
         cluster = self.cluster
         tables["topology"] = {"num_ranks": cluster.expert_parallel, "redundant_slots": cluster.redundant_slots}
-        return parse_cluster(tables, source=source)
+        return parse_cluster(tables, source=source, num_gpus=cluster.gpus)

@@ -89,20 +89,3 @@ def same_bits(one: Tensor, other: Tensor) -> bool:
 
 def _bytes(tensor: Tensor) -> Tensor:
     return tensor.detach().cpu().contiguous().unsqueeze(-1).view(torch.uint8)
-
-
-def round_by_shape(model: nn.Module) -> nn.Module:
-    """Move what the second norm of every layer gives by a unit of bfloat16, up or down according to the number of rows.
-
-    Kernels of some processors round otherwise for another number of rows, and those of others do not.
-    """
-
-    def moved(module: nn.Module, args: Any, output: Tensor) -> Tensor:
-        generator = torch.Generator().manual_seed(output.shape[:-1].numel())
-        signs = torch.randint(0, 2, output.shape[-1:], generator=generator) * 2 - 1
-        return (output * (1 + signs * torch.finfo(torch.bfloat16).eps)).to(output.dtype)
-
-    for name, module in model.named_modules():
-        if name.endswith("post_attention_layernorm"):
-            module.register_forward_hook(moved)
-    return model
