@@ -109,11 +109,11 @@ def test_what_is_reached_with_less_than_the_plan(files, tmp_path):
     assert found["packed by routes, homes moved"].split()[0] == slowest_over_mean(both.counts_MLGE(), moved_LE)
     moved = (moved_LE != home_LE).sum() * model.expert_parameters * (model.weight_bytes + 12) / 4
     assert [label for label, line in found.items() if size(moved) in line] == ["packed by routes, homes moved"]
+    found = printed("counts.safetensors --set home_moves=2 --set pay_off=false")
     made = load_plan(output)
-    reached = (made.max_load_ML * 4 / step.counts_MLGE.sum(axis=(2, 3))).mean()
+    reached = (made.max_load_ML * 4 / counts().sum(axis=(2, 3))).mean()
     assert found["the plan"].split()[0] == f"{reached:.3f}"
     assert size(made.hosts.fetched_R.sum() * model.expert_bytes / 4) in found["the plan"]
-    found = printed("counts.safetensors --set home_moves=2")
     placed_LE = place_homes(counts(), step.topology, home_LE[:2], max_moves=2)
     assert found["homes moved"].split()[0] == slowest_over_mean(counts(), placed_LE)
 
