@@ -2,6 +2,7 @@
 
 import ast
 import re
+import tomllib
 from pathlib import Path
 
 import pytest
@@ -40,6 +41,15 @@ def test_every_test_that_a_page_names_is_there():
     named = {path for page in pages for path in re.findall(r"`(tests/[\w/]+\.py)", page.read_text())}
     assert len(named) > 10
     assert not [path for path in sorted(named) if not (ROOT / path).is_file()]
+
+
+def test_the_map_of_rooms_is_that_of_the_import_rule():
+    contract = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["importlinter"]["contracts"][0]["layers"]
+    drawn = (ROOT / "CONTRIBUTING.md").read_text().partition("## Rooms")[2].partition("## Habits")[0]
+    floors = [re.findall(r"\w+", line[4:27]) for line in drawn.split("\n") if re.match(r" {4}[a-z]", line)]
+    wide = {"train": "train simulate conformance", "capture": "capture replay planner records"}
+    expected = [re.findall(r"\w+", layer) for layer in contract]
+    assert [wide.get(floor[0], " ".join(floor)).split() for floor in floors] == expected
 
 
 def error_classes():

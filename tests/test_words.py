@@ -22,8 +22,6 @@ INSTEAD = {
     r"\bmisfits?\b": "what does not fit",
     r"\brivals?\b": "baseline",
     r"(?:^|[.!?]\s+|\n\s*- )Of [A-Za-z`\d]": "a sentence begins with its subject",
-    # foreroute is in no package index; whoever registers the name would own every reader's machine
-    r"(?:foreroute\[[a-z,]+\]|(install|add|download)\s+(-\S+\s+)*['\"]?foreroute\b(?! @))": "pip install '.[hf]'",
 }
 
 
@@ -52,10 +50,27 @@ def test_a_word_is_gone(all_texts, word):
 
 
 def test_words_are_seen_where_they_stand():
-    planted = ["a Seal on it", "rows. Of which", "pip install 'foreroute[report]'", "pip install -U foreroute"]
+    planted = ["a Seal on it", "rows. Of which"]
     seen = [re.search("|".join(INSTEAD), text, re.IGNORECASE) for text in planted]
     assert all(seen)
     assert fences_away("a\n```python\n# Of such\n```\nb").split() == ["a", "b"]
+
+
+def test_nobody_is_told_to_install_a_name_that_is_not_ours():
+    """foreroute is in no package index; whoever registers the name would own every reader's machine."""
+    told = re.compile(r"foreroute\[[a-z,]+\]|(install|add|download)[^\S\n]+(-\S+\s+)*['\"]?foreroute\b(?! @)")
+    places = ("src", "docs", "examples", "make", "benchmarks", "experiments")
+    read = [ROOT / "README.md", ROOT / "Makefile", *(path for place in places for path in (ROOT / place).rglob("*"))]
+    kinds = {".py", ".md", ".j2", ".toml", ".mk", ".sh", ""}
+    texts = {path: path.read_text(errors="replace") for path in read if path.is_file() and path.suffix in kinds}
+    assert len(texts) > 300
+    assert not [path for path, text in texts.items() if told.search(text)]
+    planted = (
+        "pip install 'foreroute[report]'",
+        "    pip install -U foreroute  # on every node",
+        "pip install '.[hf]'",
+    )
+    assert [bool(told.search(text)) for text in planted] == [True, True, False]
 
 
 def prose_in_matches(tree):

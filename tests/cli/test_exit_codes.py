@@ -1,13 +1,14 @@
 """How a command ends: one message and an exit code, after a signal, without libraries, and by a bug of ours."""
 
 import io
+import json
 import os
+import re
 import signal
 import subprocess
 import sys
 import time
 import warnings
-from pathlib import Path
 from unittest.mock import Mock
 
 import pytest
@@ -18,8 +19,11 @@ import foreroute as fr
 from foreroute.cli.terminal import Console
 from foreroute.errors import printable
 from tests.cli.command import foreroute
+from tests.report.report_runs import config, step_line, write_run
+from tests.test_imports import blocked
+from tests.traces import random_trace
 
-ROOT = Path(__file__).parents[2]
+OPTIONAL = ("torch", "transformers", "jinja2", "matplotlib", "megatron", "trl", "peft", "scipy")
 BRINGS_HF = "pip install '.[hf]' in a clone of foreroute brings it"
 
 
@@ -124,3 +128,53 @@ def test_what_is_printed_is_escaped_wherever_it_stands():
     assert file.getvalue().encode()
     assert file.getvalue().count(r"\x1b[2J\u202e") >= 5
     assert r"tr\udcffce" in file.getvalue()
+
+
+def test_a_closed_stream_is_not_the_file_that_is_written(tmp_path):
+    """What libraries of C print goes to the number of the stream, whatever Python's is."""
+    prints = """import os; from foreroute.cli.terminal import prepare_streams; prepare_streams()
+with open("mine", "wb"):
+    os.write(2, b"a warning of torch")"""
+    subprocess.run(["bash", "-c", f"'{sys.executable}' -c '{prints}' 2>&-"], cwd=tmp_path, check=True)
+    assert (tmp_path / "mine").read_bytes() == b""
+
+
+LIGHT = """
+import json
+from tests.cli.command import foreroute
+json.dump([vars(foreroute(*command.split())) for command in json.load(sys.stdin)], sys.stdout)
+"""
+
+
+@pytest.mark.slow
+def test_a_light_install_says_in_one_line_what_a_verb_needs(tmp_path):
+    fr.save(random_trace(0), tmp_path / "t")
+    (tmp_path / "run.toml").write_text('name = "light"')
+    (tmp_path / "simulate.toml").write_text("cluster = {gpus = 8, expert_parallel = 8}")
+    write_run(tmp_path / "run", config(), [step_line(0)])
+    (tmp_path / "model").mkdir()
+    (tmp_path / "model" / "config.json").write_text("{}")
+    works = ("inspect t", "validate t", "convert t u --to ordered", "diff t t", "doctor --trainer t --rollout t")
+    lacks = {
+        "demo": "hf",
+        "demo-ep --folder x": "hf",
+        "train run.toml": "hf",
+        "doctor --model model --rollout t": "hf",
+        "simulate simulate.toml --fit measured.jsonl": "fit",
+        "report run": "report",
+        "doctor --trainer t --rollout t --output page.html": "report",
+    }
+    done = subprocess.run(
+        [sys.executable, "-c", blocked(OPTIONAL) + LIGHT],
+        input=json.dumps([*works, *lacks]),
+        stdout=subprocess.PIPE,
+        text=True,
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
+        cwd=tmp_path,
+        check=True,
+    )
+    results = json.loads(done.stdout)
+    assert [result["returncode"] for result in results] == [0] * len(works) + [2] * len(lacks), results
+    for result, extra in zip(results[len(works) :], lacks.values(), strict=True):
+        needs = rf"error: [^\n]* needs [a-z0-9]+, which is not installed; pip install '\.\[{extra}\]' in a clone .*\n"
+        assert re.fullmatch(needs, result["stderr"])

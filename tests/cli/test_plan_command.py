@@ -15,6 +15,7 @@ from foreroute.layout import pack_sequences
 from foreroute.plan import PlanOptions, Topology, load_plan, save_plan, verify
 from foreroute.plan.counts import packed_counts, save_counts
 from foreroute.planner.homes import place_homes
+from foreroute.report.format import size
 from foreroute.testing.routes import synthetic_trace
 from tests.cli.command import CLUSTER, foreroute
 from tests.plan.random_plans import LINKS
@@ -103,6 +104,42 @@ def test_counts_to_table_plan_and_page(files, tmp_path):
     assert result.returncode == 0, result.stderr
     assert np.array_equal(load_plan(tmp_path / "next.safetensors").previous_home_LE, found.home_LE)
     assert "EPLB" not in result.stdout
+
+
+def slowest_over_mean(counts_MLGE, home_LE):
+    over, num_ranks = [], counts_MLGE.shape[2]
+    for m, layer in np.ndindex(counts_MLGE.shape[:2]):
+        loads_E = counts_MLGE[m, layer].sum(axis=0)
+        over.append(max(sum(loads_E[home_LE[layer] == rank]) for rank in range(num_ranks)) * num_ranks / loads_E.sum())
+    return f"{np.mean(over):.3f}"
+
+
+def test_what_is_reached_with_less_than_the_plan(files, tmp_path):
+    """Of traces packed by routes, homes moved, and the plan; of counts without packing: the figures by loops."""
+    traces, home_LE = sorted(files.glob("step-*.safetensors")), np.tile(np.arange(8) // 2, (3, 1))
+    step = read_step(files / "cluster.toml", traces, token_budget=40)
+    both, moved_LE = step.sequences.with_homes(step.topology, home_LE)
+    model, output = step.cluster.costs.model, tmp_path / "a.safetensors"
+
+    def printed(given):
+        result = plan(f"{given} --topology cluster.toml --no-baselines --output {output} --overwrite", files)
+        assert result.returncode == 0, result.stderr
+        return dict(re.findall(r"^(\w[\w, ]*\w) {2,}(\d.*)$", result.stdout, re.MULTILINE))
+
+    found = printed(f"{' '.join(path.name for path in traces)} --token-budget 40")
+    assert found["as it is"].split()[0] == slowest_over_mean(step.counts_MLGE, home_LE)
+    packed = step.sequences.packed_for(home_LE).counts_MLGE()
+    assert found["packed by routes"].split()[0] == slowest_over_mean(packed, home_LE)
+    assert found["packed by routes, homes moved"].split()[0] == slowest_over_mean(both.counts_MLGE(), moved_LE)
+    moved = (moved_LE != home_LE).sum() * model.expert_parameters * (model.weight_bytes + 12) / 4
+    assert [label for label, line in found.items() if size(moved) in line] == ["packed by routes, homes moved"]
+    found = printed("counts.safetensors --set home_moves=2 --set pay_off=false")
+    made = load_plan(output)
+    reached = (made.max_load_ML * 4 / counts().sum(axis=(2, 3))).mean()
+    assert found["the plan"].split()[0] == f"{reached:.3f}"
+    assert size(made.hosts.fetched_R.sum() * model.expert_bytes / 4) in found["the plan"]
+    placed_LE = place_homes(counts(), step.topology, home_LE[:2], max_moves=2)
+    assert found["homes moved"].split()[0] == slowest_over_mean(counts(), placed_LE)
 
 
 def test_traces_are_packed_by_length_or_by_routes_for_the_homes_of_the_step(files, tmp_path):

@@ -49,6 +49,25 @@ def test_figures_equal_the_slow_oracle(num_ranks, ranks_per_node):
             assert rows_G4[:, getattr(links, f"{link}_{direction}".upper())] == pytest.approx(by_hand, rel=1e-12)
 
 
+def test_the_estimate_of_deduplicated_rows_is_near_the_count_of_routes():
+    """Under the homes alone: each token to a node once, and there to a rank once."""
+    rng, topology, cluster, node = np.random.default_rng(1), HARDWARE["h100"].topology(16, 0), 0, 0
+    width, home_E, rank_T = topology.ranks_per_node, topology.contiguous_home_E(128), np.arange(8000) % 16
+    ids_TK = np.argsort(rng.gumbel(size=(8000, 128)) + rng.normal(size=128), axis=1)[:, -8:]
+    counts_MLGE = np.zeros((1, 1, 16, 128), int)
+    np.add.at(counts_MLGE[0, 0], (rank_T[:, None], ids_TK), 1)
+    for source, ranks in zip(rank_T.tolist(), home_E[ids_TK].tolist(), strict=True):
+        for there in {rank // width for rank in ranks}:
+            enters = source if there == source // width else there * width + source % width
+            cluster += enters != source
+            node += sum(rank // width == there and rank != enters for rank in set(ranks))
+    costs = replace(COSTS, model=MODELS["qwen3-30b-a3b"], dispatcher="dedup")
+    hosts = Hosts.with_room(home_E[None], 1, 16, 0)
+    estimate_4 = work_of_cells(hosts, counts_MLGE, costs.prices(topology)).rows_MLG4.sum(axis=(0, 1, 2))
+    assert 0.997 < estimate_4[links.CLUSTER_OUT] / cluster < 1
+    assert 0.95 < estimate_4[links.NODE_OUT] / node < 0.97
+
+
 COUNTS = random_counts(0, (3, 2, 4, 8)).astype(np.int32)
 TOPOLOGY = Topology(4, 2, 2, LINKS)
 PLAN = random_plan(COUNTS, TOPOLOGY, seed=1)

@@ -9,10 +9,10 @@ from scipy import stats
 
 from experiments import unevenness
 from experiments.__main__ import PAGE, RESULTS
-from experiments.arms import Arms
+from experiments.arms import Arms, Measure, at, reward_first, reward_last
 from experiments.claimed import claims
 from experiments.claims import judged, verdict
-from experiments.grid import FEW, FRESH, SEEDS, grid
+from experiments.grid import ARMS, FEW, FRESH, SEEDS, grid
 from experiments.intervals import Interval, paired_difference
 from experiments.page import figures_text, page_text
 from experiments.page_tables import tables
@@ -138,6 +138,41 @@ def test_what_the_page_says_in_short_rests_on_verdicts():
     }
     for verdict_said, those in said.items():
         assert {claim: found[claim] for claim in those} == dict.fromkeys(those, verdict_said)
+
+
+def test_what_the_page_says_of_loads_rests_on_figures():
+    arms = Arms(KEPT)
+
+    def mean(*path):
+        return arms.mean(Measure(ROUTES, at(*path))).mean
+
+    swings = []
+    for setting in ("8x1", "8x8"):
+        ways = ("workload", "mixed", "synthetic", "calibrated")
+        drawn, mixed, made_up, calibrated = (
+            [mean(of, setting, name) for name in ("swing", "step_change")] for of in ways
+        )
+        swings.append(drawn[0] / mixed[0])
+        assert drawn[1] > 3 * mixed[1]
+        assert all(2 / 3 < ours / real < 4 / 3 for ours, real in zip(made_up, mixed, strict=True))
+        imbalances = [mean(of, setting, "imbalance") for of in ("calibrated", "mixed")]
+        assert (calibrated[0], imbalances[0]) == pytest.approx((mixed[0], imbalances[1]), rel=0.08)
+        assert calibrated[1] < 1.5 * mixed[1]
+    assert mean("simulated", "ours") == pytest.approx(mean("workload_simulated", "ours"), rel=0.03)
+    assert mean("simulated", "eplb_previous") > 1.05 * mean("workload_simulated", "eplb_previous")
+    rows = [[row[0], *(cell.partition(" ")[0] for cell in row[1:])] for row in table("simulated", arms)]
+    text = (PAGE.parent / "simulate.md").read_text()
+    assert "\n".join(f"| {' | '.join(row)} |" for row in rows) in text
+    assert f"swing {swings[0]:.1f} to {swings[1]:.1f} times as much" in text
+
+
+def test_what_the_page_says_of_long_runs_and_base_starts_rests_on_figures():
+    arms = Arms(KEPT)
+    for arm in ARMS:
+        assert (arms.collapsed(f"J/{arm}"), arms.collapsed(f"K/{arm}")) == ((0, len(FEW)), (0, len(SEEDS)))
+        assert all(0.71 < reward < 0.96 for reward in arms.values(Measure(f"J/{arm}", reward_last)).values())
+        first, last = (arms.mean(Measure(f"K/{arm}", metric)).mean for metric in (reward_first, reward_last))
+        assert last < first == pytest.approx(0.2, abs=0.01)
 
 
 VALUES = {0: 0.71, 1: 0.78, 2: 0.64, 3: 0.9, 4: 0.66}

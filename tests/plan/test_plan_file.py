@@ -90,6 +90,18 @@ def test_forgeries_with_a_right_checksum_are_refused(kind, tmp_path):
         load_plan(_forged(tmp_path, change))
 
 
+def test_no_memory_is_taken_for_ranks_that_no_expert_is_on(tmp_path):
+    def change(metadata, tensors):
+        tensors |= {name: tensor[:0] for name, tensor in tensors.items()}
+        tensors |= {"offsets": np.zeros(1, np.int64), "tokens_RG": np.zeros((0, 30_000), np.int32)}
+        tensors |= dict.fromkeys(("home_LE", "previous_home_LE"), np.zeros((3, 0), np.int16))
+        tensors |= {"max_load_ML": np.zeros((0, 3), np.int64), "bound_ML": np.zeros((0, 3))}
+        _edit_topology(num_ranks=30_000, ranks_per_node=1)(metadata, tensors)
+
+    with pytest.raises(PlanError, match="3 layers with 0 experts on 30000 ranks"):
+        load_plan(_forged(tmp_path, change))
+
+
 VERSION_8 = Path(__file__).parent / "data" / "plan-v8.safetensors"
 
 

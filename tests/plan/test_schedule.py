@@ -106,6 +106,17 @@ def test_replicas_are_fetched_from_home_and_their_gradients_return_to_it(seed, r
                 assert len(set(table["round"].tolist())) == len(table)
 
 
+def test_replicas_that_are_to_serve_more_than_there_is_are_refused_on_every_rank():
+    counts_MLGE = np.full((1, 2, 4, 8), 2)
+    plan = split_plan(0, counts_MLGE, np.stack([np.arange(8) % 4] * 2).astype(np.int16), slots=2)
+    cell = plan.cell(0, 1)
+    replica, source = np.argwhere(cell.tokens_RG)[0].tolist()
+    counts_MLGE[0, 1, source, cell.expert_R[replica]] = 0
+    for rank in range(4):
+        with pytest.raises(PlanError, match=rf"layer 1: .* expert {cell.expert_R[replica]} are to serve \d"):
+            ExecutionSchedule(plan, counts_MLGE, rank).cell(0, 0)
+
+
 NOT_THERE = {
     "an expert": ("expert_R", 8),
     "a rank below 0": ("rank_R", -1),

@@ -1,6 +1,6 @@
 """Abilities of the executors: one table. Executors warn of what is beyond it, and the simulator marks that.
 
-An executor has an ability when a test of `tests/ep` or of its adapter executes it, on CPU processes of one machine.
+An executor has an ability when a test of `tests/simulate/test_executed.py` names it, on CPU processes of one machine.
 """
 
 from __future__ import annotations
