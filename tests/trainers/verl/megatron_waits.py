@@ -35,11 +35,11 @@ def count():
         others = lambda **given: one_after_the_other(**given | {"data_iterator": iter(there.micro_batches)})  # noqa: E731
         with (
             mock.patch.object(transformer_impl, "get_forward_backward_func", return_value=others),
-            pytest.raises(ReplayError, match="another micro-batch than those"),
+            pytest.raises(ReplayError, match=r"another micro-batch.*split"),
         ):
             there.update()
         there.micro_batches[1]["routed_experts"].values()[:, 1] = torch.tensor([0, 1])  # a layer never captured
-        with pytest.raises(CaptureError, match="sends 36 rows, from there on, of"):
+        with pytest.raises(CaptureError, match="sends 36 rows"):
             there.old_log_probs()
     return waits
 
