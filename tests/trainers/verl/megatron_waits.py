@@ -7,6 +7,7 @@ from unittest import mock
 from tests.trainers.verl import megatron_engines  # noqa: F401  before verl: no GPU
 
 # isort: on
+import pytest
 import torch
 
 from foreroute.errors import CaptureError, ReplayError
@@ -32,16 +33,14 @@ def count():
         there.run(forward_only=False)  # what Megatron keeps is made
         waits = waits_of_updates(there, plain=lambda: there.run(forward_only=False))
         others = lambda **given: one_after_the_other(**given | {"data_iterator": iter(there.micro_batches)})  # noqa: E731
-        with mock.patch.object(transformer_impl, "get_forward_backward_func", return_value=others):
-            try:
-                there.update()
-            except ReplayError as error:
-                waits["others"] = str(error)
-        there.micro_batches[1]["routed_experts"].values()[:, 1] = torch.tensor([0, 1])
-        try:
+        with (
+            mock.patch.object(transformer_impl, "get_forward_backward_func", return_value=others),
+            pytest.raises(ReplayError, match=r"another micro-batch.*split"),
+        ):
+            there.update()
+        there.micro_batches[1]["routed_experts"].values()[:, 1] = torch.tensor([0, 1])  # a layer never captured
+        with pytest.raises(CaptureError, match="sends 36 rows"):
             there.old_log_probs()
-        except CaptureError as error:
-            waits["refused"] = str(error)
     return waits
 
 

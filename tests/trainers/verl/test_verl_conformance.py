@@ -12,7 +12,6 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
-import torch.distributed as dist
 
 pytest.importorskip("verl", reason="there is no verl in this environment: run `make night PART=verl`")
 
@@ -20,7 +19,6 @@ from tensordict import TensorDict
 from verl.utils import tensordict_utils as tu
 from verl.workers.engine.fsdp.transformer_impl import FSDPEngineWithLMHead
 
-from foreroute.adapters import hf
 from foreroute.conformance import conformance_tests
 from foreroute.conformance.adapter import Seen, Unsupported
 from foreroute.conformance.huggingface import HuggingFaceModel, HuggingFaceUnderTest
@@ -29,7 +27,9 @@ from foreroute.errors import CaptureError
 from foreroute.testing.models import FAMILIES
 from foreroute.trainers.verl import FIELD, routed_experts
 from foreroute.trainers.verl.fsdp import FSDPPasses, FSDPRoutingReplay
-from tests.trainers.verl.verl_batches import nested
+from tests.trainers.verl.verl_batches import nested, unpadded
+
+pytestmark = pytest.mark.usefixtures("group")
 
 
 class VerlUnderTest(HuggingFaceUnderTest):
@@ -58,8 +58,6 @@ class Engine(FSDPRoutingReplay, FSDPEngineWithLMHead):
     """The engine of verl with ours around a model that is there."""
 
     def __init__(self, module):
-        if not dist.is_initialized():
-            dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
         self.module = module
         self.model_config = SimpleNamespace(external_lib=None)
         self.engine_config = SimpleNamespace(forward_only=False, entropy_checkpointing=False)
@@ -134,16 +132,11 @@ def collapse_is_refused():
 
 def micro_batch(batch, rollout):
     """The sequences without padding, the first token of each as prompt, and their routes."""
-    tokens = [t.astype(np.int64) for t in batch.sequences]
-    fields = {
-        "input_ids": tokens,
-        "position_ids": [np.arange(len(t)) for t in tokens],
-        "responses": [t[1:] for t in tokens],
-        "response_mask": [np.ones_like(t[1:]) for t in tokens],
-    }
-    data = TensorDict({name: nested(rows) for name, rows in fields.items()}, batch_size=len(tokens))
-    if rollout is not None:
-        data[FIELD] = routed_experts(rollout, data)
+    fields = unpadded([np.split(tokens.astype(np.int64), [1]) for tokens in batch.sequences])
+    fields["position_ids"] = nested([np.arange(len(tokens)) for tokens in batch.sequences])
+    routes = {} if rollout is None else {FIELD: routed_experts(rollout, fields)}
+    del fields[FIELD]
+    data = TensorDict(fields | routes, batch_size=len(batch.sequences))
     tu.assign_non_tensor(data, temperature=1.0, use_remove_padding=batch.padding != "right")
     return data
 
@@ -159,9 +152,3 @@ def rows_of(batch):
 
 
 test_conformance = conformance_tests(VerlUnderTest("qwen3_moe", FAMILIES["qwen3_moe"]))
-
-
-@pytest.mark.parametrize("family", FAMILIES)
-def test_families_are_attached_with_the_transformers_that_verl_pins(family):
-    routed = hf.attach(hf.build_model(family, seed=0, experts_implementation="eager", **FAMILIES[family]))
-    assert routed.spec.num_layers == (2 if family == "deepseek_v3" else 3)

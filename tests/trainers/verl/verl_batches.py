@@ -27,16 +27,15 @@ def sequences(count, seed=0):
     return [tuple(np.array([next(ids) for _ in range(n)]) for n in pair) for pair in lengths]
 
 
-def padded(pairs, routes=telling_routes, widths=(PROMPT, RESPONSE), *, layers=3):
+def padded(pairs, routes=telling_routes, *, layers=3):
     """A batch as verl's agent loop makes it: prompts padded on the left, responses on the right."""
-    left, right = widths
-    width = left + right
+    width = PROMPT + RESPONSE
     ids = torch.zeros(len(pairs), width, dtype=torch.int64)
     mask, experts = torch.zeros_like(ids), torch.zeros(len(pairs), width, layers, 2, dtype=torch.int16)
-    response_mask = torch.zeros(len(pairs), right, dtype=torch.int64)
+    response_mask = torch.zeros(len(pairs), RESPONSE, dtype=torch.int64)
     for row, (prompt, response) in enumerate(pairs):
         tokens = np.concatenate([prompt, response])
-        first = left - len(prompt)
+        first = PROMPT - len(prompt)
         columns = slice(first, first + len(tokens))
         ids[row, columns], mask[row, columns] = torch.from_numpy(tokens), 1
         given = torch.from_numpy(routes(tokens)).short()
@@ -46,8 +45,8 @@ def padded(pairs, routes=telling_routes, widths=(PROMPT, RESPONSE), *, layers=3)
         "input_ids": ids,
         "attention_mask": mask,
         "position_ids": (mask.cumsum(1) - 1).clamp(min=0),
-        "prompts": ids[:, :left],
-        "responses": ids[:, left:],
+        "prompts": ids[:, :PROMPT],
+        "responses": ids[:, PROMPT:],
         "response_mask": response_mask,
         "loss_mask": response_mask,
         "routed_experts": experts,

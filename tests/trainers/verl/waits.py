@@ -26,7 +26,7 @@ class Jagged(torch.Tensor):
 
     @staticmethod
     def __new__(cls, values, offsets):
-        made = torch.Tensor._make_subclass(cls, torch.empty(0))
+        made = torch.Tensor._make_subclass(cls, torch.empty(len(offsets) - 1, dtype=values.dtype))
         made.parts = values, offsets
         return made
 
@@ -38,12 +38,6 @@ class Jagged(torch.Tensor):
 
     def unbind(self):
         return self.parts[0].tensor_split(self.parts[1][1:-1].cpu())
-
-    def __len__(self):
-        return len(self.parts[1]) - 1
-
-    def is_floating_point(self):
-        return self.parts[0].is_floating_point()
 
 
 class MicroBatch(dict):
@@ -90,10 +84,7 @@ def counting(engine):
 
 
 class There:
-    """An engine on the device, with passes of ours.
-
-    A kind of engine has `run(forward_only)`, which gives waits, and `logits(ids_N)`.
-    """
+    """An engine on the device, with passes of ours. Kinds have `run(forward_only)`, which gives waits, and `logits`."""
 
     def __init__(self, device, passes, vocabulary):
         self.device, self.passes = device, passes
