@@ -158,16 +158,11 @@ def test_decode_steps_over_a_static_cache_share_a_graph():
 def test_a_compiled_forward_checks_its_batch_and_its_routers():
     [routed] = attached()
     compiled = torch.compile(routed.model, backend="eager", fullgraph=True)
+    own, other = (random_routes(routed.spec, batch) for batch in (BATCH, OTHER))
     step(routed, compiled, 0)
-    with (
-        pytest.raises(BatchMismatchError, match="sequence 0, position 0"),
-        routed.replay(random_routes(routed.spec, OTHER)),
-    ):
+    with pytest.raises(BatchMismatchError, match="sequence 0, position 0"), routed.replay(other):
         compiled(**BATCH, use_cache=False)
     step(routed, compiled, 1)
     routed.model.model.layers[0].mlp.forward = lambda hidden: hidden
-    with (
-        pytest.raises(ReplayError, match=r"model\.layers\.0\.mlp\.gate selected 0 times"),
-        routed.replay(random_routes(routed.spec, BATCH)),
-    ):
+    with pytest.raises(ReplayError, match=r"model\.layers\.0\.mlp\.gate selected 0 times"), routed.replay(own):
         compiled(**BATCH, use_cache=False)
