@@ -70,7 +70,7 @@ def test_a_capture_in_a_session_is_refused_and_leaves_nothing_behind(session, de
 
 @pytest.mark.slow
 def test_notes_of_a_compiled_pass_stay_when_the_next_one_writes_over_its_memory(monkeypatch):
-    model = tiny("qwen3_moe", experts="grouped_mm")
+    model = tiny("qwen3_moe", experts="grouped_mm", num_hidden_layers=1)
     routed = hf.attach(model)
     end = TransformerHooks.end_from_graph
 
@@ -81,13 +81,12 @@ def test_notes_of_a_compiled_pass_stay_when_the_next_one_writes_over_its_memory(
 
     monkeypatch.setattr(TransformerHooks, "end_from_graph", written_over)
     compiled = torch.compile(model, backend="eager", fullgraph=True)
-    traces = [random_routes(routed.spec, BATCH, seed) for seed in (1, 2)]
     recordings = []
-    for trace in traces:
-        with routed.replay(trace), routed.record() as recording:
-            native(compiled)
-        recordings.append(recording)
-    assert [recording.trace().equals(trace) for recording, trace in zip(recordings, traces, strict=True)] == [True] * 2
+    for call in (model, compiled):
+        with routed.record(margins=True) as recording:
+            native(call)
+        recordings.append(recording.margins_NL())
+    assert recordings[0] == pytest.approx(recordings[1], rel=1e-3, abs=1e-6)
 
 
 @pytest.mark.gpu
