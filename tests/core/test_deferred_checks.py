@@ -24,15 +24,15 @@ class OnCuda(torch.Tensor):
 
 
 class Event:
-    """Of a device that is not done before somebody waits, recorded on the stream of the device that is asked."""
+    """Of a device that is done when a test says so, recorded on the stream of the device that is asked."""
 
-    waited = 0
+    done, waited = False, 0
 
     def record(self, stream):
         assert stream == "of cuda:0"
 
     def query(self):
-        return False
+        return Event.done
 
     def synchronize(self):
         Event.waited += 1
@@ -58,6 +58,17 @@ def flag(*, wrong, on_gpu=False):
 
 def tell():
     raise BatchMismatchError("another batch")
+
+
+def test_answers_that_are_there_are_looked_at_when_the_next_pass_begins(gpu, monkeypatch):
+    checks = DeferredChecks()
+    checks.add(flag(wrong=True, on_gpu=True), tell)
+    checks.add(flag(wrong=False, on_gpu=True), lambda: None)
+    assert not gpu.waited
+    monkeypatch.setattr(gpu, "done", True)
+    with pytest.raises(BatchMismatchError, match="another batch"):
+        checks.add(flag(wrong=False, on_gpu=True), lambda: None)
+    checks.close()
 
 
 @pytest.mark.parametrize("on_gpu", [False, True])

@@ -61,6 +61,25 @@ def test_one_checkpoint_around_two_passes_is_refused():
         checkpoint(twice, leaf(), use_reentrant=False)
 
 
+class Elsewhere(torch.autograd.Function):
+    """A checkpoint that keeps its function in no place that is known."""
+
+    @staticmethod
+    def forward(ctx, run_function, x):
+        ctx.kept = run_function
+        with torch.no_grad():
+            return run_function(x)
+
+    @staticmethod
+    def backward(ctx, grad):
+        return None, grad
+
+
+def test_a_checkpoint_of_unknown_kind_is_refused():
+    with pytest.raises(ReplayError, match=r"Elsewhere\.forward.*place"):
+        Elsewhere.apply(part(Owner(), "pass", "a"), leaf())
+
+
 @pytest.mark.parametrize(
     ("changes", "said"),
     [

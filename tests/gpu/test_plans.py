@@ -3,6 +3,7 @@
 NCCL refuses two ranks on one card (before 2.30), so gloo carries their rows and gradients too, through the host.
 """
 
+import copy
 import os
 import sys
 from contextlib import ExitStack, closing, contextmanager, nullcontext
@@ -13,6 +14,7 @@ from unittest.mock import patch
 import pytest
 import torch
 import torch.distributed as dist
+from torch.distributed.fsdp import fully_shard
 from torch.nn import functional
 
 from benchmarks.gpu.counting import place, waits_are_seen, waits_on_cuda
@@ -25,6 +27,7 @@ from foreroute.ep.transfer.peers import PeerGroup
 from foreroute.testing.ranks import Workers
 from tests.adapters.hf.model_runs import whole
 from tests.ep.transfer.plans import split_plan
+from tests.gpu import bits
 
 pytestmark = [pytest.mark.gpu, pytest.mark.slow]
 RANKS, MICRO_STEPS = 2, 2
@@ -74,6 +77,28 @@ def on_device(rank, function, device, *args):
     if device.type == "cuda":
         torch.cuda.set_device(device)
     return function(device, *args)
+
+
+def check_fsdp(device):
+    """FSDP2, attached before and after: what the model alone makes of the same routes."""
+    case = bits.Case.of("qwen3_moe", device, torch.float32)
+    model = copy.deepcopy(case.untouched)
+    before = hf.attach(model)
+    for module in (*model.model.layers, model):
+        fully_shard(module)
+    with case.routed.replay(case.foreign):
+        expected = bits.step(case.routed.model, case.batch)
+    for routed in (before, hf.attach(model)):
+        with routed.replay(case.foreign), routed.record() as recording:
+            seen = bits.step(model, case.batch)
+        assert recording.trace().equals(case.foreign)
+        assert torch.equal(seen["logits"], expected["logits"])
+        assert all(bits.distance(seen[name], gradient) < CLOSE for name, gradient in expected.items())
+    assert not torch.equal(bits.logits_of(model, case.batch), expected["logits"]), "the control"
+
+
+def test_fsdp_on_one_rank(one):
+    one(check_fsdp)
 
 
 def test_experts_without_a_token_get_no_gradient(device):

@@ -4,8 +4,9 @@ import numpy as np
 import pytest
 import torch
 
+from foreroute.adapters import hf
 from foreroute.errors import ReplayError
-from tests.adapters.hf.model_runs import batch_of, with_routes
+from tests.adapters.hf.model_runs import batch_of, random_routes, uneven, with_routes
 from tests.roundings import require_rounded
 from tests.tiers import grid
 
@@ -63,3 +64,11 @@ def test_a_loss_that_cannot_be_told_is_refused():
     model.forward = with_a_loss_of_its_own
     with pytest.raises(ReplayError, match=r"selects 0.*3 routers"), routed.replay(trace, counts="replayed"):
         model(**BATCH)
+
+
+def test_picks_that_differ_between_layers_cannot_be_counted():
+    model = uneven([(8, 2), (8, 3), (8, 1)], router_aux_loss_coef=0.1)  # which upstream counts with one K for all
+    routed = hf.attach(model)
+    trace = random_routes(routed.spec, BATCH)
+    with pytest.raises(ReplayError, match=r"replay.*counts"), routed.replay(trace, counts="replayed"):
+        model(**BATCH, output_router_logits=True, labels=BATCH["input_ids"])

@@ -11,7 +11,7 @@ from torch._dynamo.utils import counters
 from transformers import StaticCache
 
 from foreroute.adapters import hf
-from foreroute.errors import ReplayError
+from foreroute.errors import BatchMismatchError, ReplayError
 from foreroute.testing.models import tiny
 from tests.adapters.hf.family_checks import is_newest
 from tests.adapters.hf.model_runs import batch_of, enable_checkpointing, gradients, loss_of, random_routes
@@ -64,9 +64,12 @@ def assert_same(seen, expected):
 
 @pytest.mark.shows("Hugging Face", "`torch.compile`, of the model or of layers")
 @pytest.mark.slow
-def test_one_graph_replays_every_trace():
+@pytest.mark.parametrize("use_reentrant", [None, True])
+def test_one_graph_replays_every_trace(use_reentrant):
     """That each of several layers has its own routes is shown layer by layer."""
     routed, eager = attached(2)
+    for each in (routed, eager):
+        enable_checkpointing(each.model, use_reentrant)
     compiled = torch.compile(routed.model, backend="aot_eager", fullgraph=True)
     with torch.no_grad():
         native = compiled(**BATCH, use_cache=False).logits
@@ -149,3 +152,17 @@ def test_decode_steps_over_a_static_cache_share_a_graph():
         model(input_ids=tokens, use_cache=False)
     seen, expected = (np.sort(each.trace().expert_ids_NLK) for each in (recording, whole))
     assert np.array_equal(seen, expected)
+
+
+@pytest.mark.slow
+def test_a_compiled_forward_checks_its_batch_and_its_routers():
+    [routed] = attached()
+    compiled = torch.compile(routed.model, backend="eager", fullgraph=True)
+    own, other = (random_routes(routed.spec, batch) for batch in (BATCH, OTHER))
+    step(routed, compiled, 0)
+    with pytest.raises(BatchMismatchError, match="sequence 0, position 0"), routed.replay(other):
+        compiled(**BATCH, use_cache=False)
+    step(routed, compiled, 1)
+    routed.model.model.layers[0].mlp.forward = lambda hidden: hidden
+    with pytest.raises(ReplayError, match=r"model\.layers\.0\.mlp\.gate selected 0 times"), routed.replay(own):
+        compiled(**BATCH, use_cache=False)

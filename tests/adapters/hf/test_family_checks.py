@@ -32,14 +32,29 @@ def rows_one_off(patch):
     patch.setattr(LayerPass, "choose", changed)
 
 
-def routers_without_gradient(patch):
+def changed_values(patch, change):
+    """`change` gets the scores at forced ids and returns others."""
     top_k = SelectionMode._top_k
 
-    def detached(mode, *args):
+    def changed(mode, *args):
         result = top_k(mode, *args)
-        return torch.return_types.topk((result.values.detach(), result.indices))
+        if mode.now is None or mode.now.ids_RK is None or len(mode.seen) != mode.final + 1:
+            return result
+        return torch.return_types.topk((change(result.values), result.indices))
 
-    patch.setattr(SelectionMode, "_top_k", detached)
+    patch.setattr(SelectionMode, "_top_k", changed)
+
+
+def weights_by_another_rule(patch):
+    changed_values(patch, torch.exp)
+
+
+def routers_without_gradient(patch):
+    changed_values(patch, torch.Tensor.detach)
+
+
+def weights_from_zeroed_scores(patch):
+    patch.setattr(SelectionMode, "before_masking", lambda self, scores: scores)
 
 
 def recomputation_on_its_own(patch):
@@ -52,19 +67,22 @@ def a_recording_of_something_else(patch):
 
 
 BROKEN = [
-    (rows_one_off, foreign, "qwen3_moe dbrx llama4 jetmoe"),
-    (rows_one_off, backends, "qwen3_moe"),
-    (routers_without_gradient, foreign, "gpt_oss"),
-    (routers_without_gradient, native, "qwen3_moe"),
-    (recomputation_on_its_own, checkpointing, "qwen3_moe"),
-    (a_recording_of_something_else, record, "qwen3_moe"),
+    (rows_one_off, foreign, "qwen3_moe dbrx llama4 jetmoe", AssertionError),
+    (rows_one_off, backends, "qwen3_moe", AssertionError),
+    (weights_by_another_rule, foreign, "qwen3_moe gpt_oss jetmoe", AssertionError),
+    (weights_from_zeroed_scores, foreign, "deepseek_v2", AssertionError),
+    (routers_without_gradient, foreign, "gpt_oss", RuntimeError),
+    (routers_without_gradient, native, "qwen3_moe", AssertionError),
+    (recomputation_on_its_own, checkpointing, "qwen3_moe", RuntimeError),
+    (a_recording_of_something_else, record, "qwen3_moe", AssertionError),
 ]
 
 
 @pytest.mark.parametrize(
-    ("sabotage", "check", "name"), [(how, check, name) for how, check, names in BROKEN for name in names.split()]
+    ("sabotage", "check", "name", "error"),
+    [(how, check, name, error) for how, check, names, error in BROKEN for name in names.split()],
 )
-def test_broken_replay_fails_its_check(sabotage, check, name, monkeypatch):
+def test_broken_replay_fails_its_check(sabotage, check, name, error, monkeypatch):
     sabotage(monkeypatch)
-    with pytest.raises((AssertionError, RuntimeError) if check is not record else AssertionError):
+    with pytest.raises(error):
         check(name)

@@ -11,6 +11,7 @@ import torch
 
 from foreroute import core
 from foreroute.adapters import hf
+from foreroute.adapters.hf.routed_transformer import TransformerHooks
 from foreroute.errors import ReplayError
 from foreroute.testing.models import tiny
 from tests.adapters.hf.families import skip_in_older
@@ -65,6 +66,46 @@ def test_a_capture_in_a_session_is_refused_and_leaves_nothing_behind(session, de
         with capturing(device):
             native(model, device)
     assert torch.equal(native(model, device), before)
+
+
+@pytest.mark.slow
+def test_notes_of_a_compiled_pass_stay_when_the_next_one_writes_over_its_memory(monkeypatch):
+    model = tiny("qwen3_moe", experts="grouped_mm", num_hidden_layers=1)
+    routed = hf.attach(model)
+    end = TransformerHooks.end_from_graph
+
+    def written_over(hooks, calls_L, kept):
+        end(hooks, calls_L, kept)
+        for tensor in kept:
+            tensor.zero_()
+
+    monkeypatch.setattr(TransformerHooks, "end_from_graph", written_over)
+    compiled = torch.compile(model, backend="eager", fullgraph=True)
+    recordings = []
+    for call in (model, compiled):
+        with routed.record(margins=True) as recording:
+            native(call)
+        recordings.append(recording.margins_NL())
+    assert recordings[0] == pytest.approx(recordings[1], rel=1e-3, abs=1e-6)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("attach_first", [True, False])
+def test_weights_that_accelerate_offloads_are_attached_before_or_after(attach_first, device):
+    cpu_offload = pytest.importorskip("accelerate").cpu_offload
+    plain, model = hf.attach(tiny("qwen3_moe").to(device)), tiny("qwen3_moe").to(device)
+    routed = hf.attach(model) if attach_first else None
+    cpu_offload(model, execution_device=device)
+    assert model.get_input_embeddings().weight.is_meta
+    routed = routed or hf.attach(model)
+    trace = random_routes(routed.spec, BATCH)
+    results = []
+    for each in (plain, routed):
+        with each.replay(trace), each.record() as recording:
+            results.append(native(each.model, device))
+        assert recording.trace().equals(trace)
+    assert torch.equal(*results)
+    assert not torch.equal(native(model, device), results[0])
 
 
 @pytest.mark.shows(
