@@ -5,7 +5,7 @@ import threading
 import torch
 
 from foreroute.errors import ReplayError
-from tests.replay.session_subject import batch_of, entering, foreign, prepared, replayed, same, step
+from tests.replay.session_subject import batch_of, entering, foreign, prepared, recorded, replayed, same, step
 
 BATCH = batch_of()
 
@@ -67,6 +67,17 @@ def check_a_backward_of_another_thread_recomputes_its_own_routes(framework):
         assert same(on.gradients(), expected), recompute
 
 
+def check_a_recomputation_in_the_middle_of_another_threads_forward_is_refused(framework):
+    on, trace = prepared(framework, recompute=framework.recomputations[2])
+    loss = replayed(on, trace, BATCH)
+    outcome = []
+    handle = on.layers[1].register_forward_pre_hook(lambda *_: outcome or outcome.append(in_thread(loss.backward)))
+    with torch.no_grad():
+        replayed(on, trace, BATCH)
+    handle.remove()
+    require_refused(outcome[0])
+
+
 def check_two_models_in_two_threads_keep_to_their_own_traces(framework):
     subjects = [framework.built(seed=seed) for seed in (1, 2)]
     traces = [foreign(subjects[0].routed.spec, BATCH, number) for number in range(4)]
@@ -74,3 +85,27 @@ def check_two_models_in_two_threads_keep_to_their_own_traces(framework):
     alone = [run() for run in runs]
     assert alone[0] != alone[1]
     assert together(runs, ["one", "two"]) == alone
+
+
+def check_two_threads_that_share_a_model_never_blame_a_kernel(framework):
+    """Each forward is right or refused by the names of the threads, whatever the moments at which they meet."""
+    on = framework.built()
+    alone = recorded(on, BATCH)
+
+    def work():
+        outcomes = []
+        for _ in range(12):
+            try:
+                outcomes.append(recorded(on, BATCH))
+            except ReplayError as error:
+                outcomes.append(error)
+        return outcomes
+
+    outcomes = [outcome for each in together([work, work], ["worker 0", "worker 1"]) for outcome in each]
+    for outcome in outcomes:
+        if isinstance(outcome, ReplayError):
+            assert "thread 'worker" in str(outcome)
+        else:
+            assert outcome.equals(alone)
+    assert any(not isinstance(outcome, ReplayError) for outcome in outcomes)
+    on.loss(BATCH)
