@@ -70,10 +70,9 @@ def check_one_version_or_several_may_be_expected(framework):
         with on.routed.replay(trace, weight_version=given) as session:
             on.run(BATCH)
         assert session.num_forwards == 1
-    largest = 2**31 - 1
-    stated = recorded(on, BATCH, weight_version=largest)
-    assert stated.versions == (largest,)
-    replayed(on, stated, BATCH, weight_version=largest)
+    stated = recorded(on, BATCH, weight_version=2**31 - 1)
+    assert stated.versions == (2**31 - 1,)
+    replayed(on, stated, BATCH, weight_version=2**31 - 1)
 
 
 def check_every_routed_row_is_of_an_accepted_version(framework):

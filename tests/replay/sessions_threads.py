@@ -55,6 +55,32 @@ def check_forwards_and_sessions_of_another_thread_are_refused_while_one_is_open(
     assert torch.equal(in_thread(lambda: replayed(on, trace, BATCH)), replayed(on, trace, BATCH))
 
 
+def check_a_session_opened_in_the_middle_of_another_threads_forward_names_both(framework):
+    """That forward began without a session, and would else take part in this one from its second layer on."""
+    on = framework.built()
+    alone = recorded(on, BATCH)
+    started, opened, outcome = threading.Event(), threading.Event(), []
+
+    def wait(*_):
+        if threading.current_thread().name == "other" and not started.is_set():
+            started.set()
+            assert opened.wait(60)
+
+    handle = on.layers[1].register_forward_pre_hook(wait)
+    waiting = threading.Thread(target=lambda: outcome.append(in_thread(lambda: on.loss(BATCH))), name="starts it")
+    waiting.start()
+    assert started.wait(60)
+    with on.routed.record() as recording:
+        second = on.layers[2].register_forward_pre_hook(
+            lambda *_: opened.set() or (threading.current_thread().name != "other" and waiting.join(60)) or None
+        )
+        on.loss(BATCH)
+        second.remove()
+    handle.remove()
+    require_refused(outcome[0])
+    assert recording.trace().equals(alone)
+
+
 def check_a_backward_of_another_thread_recomputes_its_own_routes(framework):
     """Autograd of a GPU runs recomputations in threads of its own."""
     for recompute in framework.recomputations:
@@ -65,17 +91,6 @@ def check_a_backward_of_another_thread_recomputes_its_own_routes(framework):
             loss = on.loss(BATCH)
             assert in_thread(loss.backward) is None
         assert same(on.gradients(), expected), recompute
-
-
-def check_a_recomputation_in_the_middle_of_another_threads_forward_is_refused(framework):
-    on, trace = prepared(framework, recompute=framework.recomputations[2])
-    loss = replayed(on, trace, BATCH)
-    outcome = []
-    handle = on.layers[1].register_forward_pre_hook(lambda *_: outcome or outcome.append(in_thread(loss.backward)))
-    with torch.no_grad():
-        replayed(on, trace, BATCH)
-    handle.remove()
-    require_refused(outcome[0])
 
 
 def check_two_models_in_two_threads_keep_to_their_own_traces(framework):

@@ -12,7 +12,6 @@ from foreroute.train.loop import make_trainer
 from foreroute.train.policy import make_engine, make_policy
 from foreroute.train.prompts import make_task
 from foreroute.train.warm_start import warm_start
-from tests.tiers import grid
 from tests.train.small_runs import always_informative, small_config, tensors_of
 
 FEW = {"prompts": 2, "group_size": 4, "precision": "float32"}
@@ -29,18 +28,10 @@ def stepped(config, where):
     return experience, record, trainer.state()
 
 
-WAYS = {
-    "R3": {},
-    "R2, gspo, corrected, checkpointed": {
-        "rl": {"routing": "R2", "method": "gspo", "correction": {"kind": "tis"}},
-        "model": {"gradient_checkpointing": True},
-    },
-}
-
-
-@grid("way", WAYS, quick=0, day=2)
-def test_a_step_mixes_no_devices_and_does_the_same_anywhere(way):
-    config = small_config(**{"warm_start": WARM, "rollout": FEW, **WAYS[way]})
+@pytest.mark.slow
+def test_a_step_mixes_no_devices_and_does_the_same_anywhere():
+    rl, model = {"method": "gspo", "correction": {"kind": "tis"}}, {"gradient_checkpointing": True}
+    config = small_config(warm_start=WARM, rollout=FEW, rl=rl, model=model)
     first_rollout, expected, state = stepped(config, torch.device("cpu"))
     with other_device(generators=DEVICE):
         second_rollout, record, state_there = stepped(config, DEVICE)
