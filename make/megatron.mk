@@ -27,7 +27,8 @@ test-megatron-newest: $(READY) $(MEGATRON_READY)
 		$(patsubst %,tests/adapters/megatron/test_%.py,exactness router_statistics layers_and_rows both_frameworks \
 		over_ranks flex_plans grid forked_ranks rank_budgets) \
 		tests/adapters/megatron/test_sessions.py::test_megatrons_own_replay_may_not_be_active_and_is_left_alone
-	$(ON_NEWEST) $(PYTEST) -m "not exhaustive" $(patsubst %,"tests/replay/test_sessions.py::test_of_megatron[%]",$(REPLAYED))
+	$(ON_NEWEST) $(PYTEST) -m "not exhaustive" \
+		$(patsubst %,"tests/replay/test_sessions.py::test_of_megatron[%]",$(REPLAYED))
 
 # every test on the newest release; `make night PART=exhaustive` has them on the other
 night-megatron: $(READY) $(MEGATRON_READY)

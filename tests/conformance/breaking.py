@@ -35,6 +35,7 @@ class Adapter:
 
     def __init_subclass__(cls, fails=None):
         if fails is not None:
+            assert fails not in BROKEN, "one would hide the other"
             BROKEN[fails] = cls
 
     def __init__(self):

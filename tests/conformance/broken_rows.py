@@ -7,7 +7,7 @@ import torch
 
 from foreroute.errors import ForerouteError
 from foreroute.trace import DecisionStream
-from tests.conformance.breaking import Adapter, broken, native, other_ids, with_ids
+from tests.conformance.breaking import Adapter, broken, filled, native, other_ids, with_ids
 
 
 def some_rows_wrong(trace):
@@ -35,6 +35,13 @@ def newest_version_only(trace):
 
 def padding_consumes_rows(trace):
     return trace.expert_ids_NLK if len(set(trace.lengths)) == 1 else np.roll(trace.expert_ids_NLK, 2, axis=0)
+
+
+def lasts(trace):
+    """Bool [N], of each sequence."""
+    last = np.zeros_like(trace.valid_N)
+    last[trace.offsets[1:] - 1] = True
+    return last
 
 
 OF_ROWS = {
@@ -67,6 +74,8 @@ OF_OUTPUTS = {
 
 for check, change in OF_ROWS.items():
     broken(check, rows=lambda self, trace, change=change: with_ids(trace, change(trace)))
+for check, is_last in {"missing-rows": True, "gaps": False}.items():
+    broken(check, rows=lambda self, trace, is_last=is_last: filled(trace, (lasts(trace) == is_last) & ~trace.valid_N))
 for check, change in OF_OUTPUTS.items():
     broken(
         check,
@@ -97,6 +106,14 @@ class WithinGroups(Adapter, fails="group-limit"):
 class MasksDropped(Adapter, fails="masks-followed"):
     def score(self, logits, targets, masks):
         return logits.log_softmax(-1).gather(-1, targets[:, None])[:, 0]
+
+
+class MasksWithoutGradient(Adapter):
+    """A value on the sets with the gradient of all tokens."""
+
+    def score(self, logits, targets, masks):
+        of_all = MasksDropped.score(self, logits, targets, masks)
+        return super().score(logits, targets, masks).detach() + of_all - of_all.detach()
 
 
 class MasksMended(Adapter, fails="masks-refused"):

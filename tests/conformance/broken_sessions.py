@@ -104,6 +104,15 @@ class NoFinally(Adapter, fails="exception-safety"):
         session.__exit__(None, None, None)
 
 
+class SkipsFusedRouters(Adapter, fails="fused-bypass"):
+    @contextmanager
+    def session(self, handle, trace, **options):
+        with ExitStack() as stack:
+            if handle.model.injected is not Fault.FUSED_ROUTER:
+                stack.enter_context(super().session(handle, trace, **options))
+            yield
+
+
 class FindsTheOrphans(Adapter, fails="orphan-routers"):
     def attach(self, model):
         if model.injected is not Fault.ORPHAN_ROUTERS:
@@ -157,3 +166,10 @@ class TakesDuplicates(BelievesEverything, fails="duplicates-refused"):
 class TakesPhysicalIds(BelievesEverything, fails="range-refused"):
     def spoiled(self, spec, ids):
         return ids.max() >= spec.num_experts
+
+
+class TakesStaleRoutes(Adapter, fails="stale-refused"):
+    @contextmanager
+    def session(self, handle, trace, weight_version=None):
+        with super().session(handle, trace):
+            yield

@@ -53,6 +53,10 @@ def test_a_broken_adapter_fails_its_own_check_and_no_other(check, among, uncheck
     assert not report.ok
 
 
+def test_masks_that_have_the_gradient_of_all_tokens_are_not_followed(unchecked):
+    assert run_conformance(broken_rows.MasksWithoutGradient(), only=["masks-followed"]).failed == ("masks-followed",)
+
+
 def test_every_check_catches_an_adapter():
     """One of these, or the bare primitive of Megatron-Core."""
     assert BROKEN.keys() | BARE_FAILS.keys() == set(IDS)

@@ -35,7 +35,7 @@ def routes(seed, plant=None, rate=0.1):
 
 def test_the_figures_are_those_of_the_measures():
     """Which tests/mismatch/test_measures.py holds to loops."""
-    trainer, engine, mask = logprobs(0)
+    trainer, engine, mask = logprobs(0, off=0.4)
     replayed = (trainer + engine) / 2
     given, _ = routes(0)
     compared = fr.compare(trainer, engine, mask, replayed_logprobs=replayed, **given)
@@ -47,13 +47,27 @@ def test_the_figures_are_those_of_the_measures():
         assert [found[prefix + name] for name in names] == expected
     assert found["gain"] == found["k3"] / found["replayed/k3"]
     of_sequence = [token_mismatch(trainer[s], engine[s], mask=mask[s]) for s in range(len(mask))]
-    apart = [each.count * (each.k3 - found["k3"]) for each in of_sequence]
-    error = np.std(apart, ddof=1) * math.sqrt(len(mask)) / mask.sum()  # of a ratio of sums over sequences
-    assert compared.errors["k3"] == pytest.approx(error, rel=1e-6)
+    counts = [each.count for each in of_sequence]
+    require_error(compared, "k3", counts, [each.k3 for each in of_sequence])
+    require_error(compared, "f1.5", counts, [each.f(1.5) for each in of_sequence])
+    require_error(compared, "f2", counts, [each.f(2.0) for each in of_sequence])
     by_row = routing_mismatch(given["engine_routes"], given["trainer_routes"], mask=given["attention_mask"])
     assert (found["routed_rows"], found["differing_share"]) == (by_row.rows, by_row.differing_share)
     assert found["differing_tokens_share"] == by_row.differing_tokens_share
     assert found["overlap"] == pytest.approx(by_row.overlap_L.mean())
+    sides = zip(given["engine_routes"], given["trainer_routes"], given["attention_mask"], strict=True)
+    of_sequence = [routing_mismatch(a[None], b[None], mask=kept[None]) for a, b, kept in sides]
+    rows = [each.rows for each in of_sequence]
+    for name in ("differing_share", "differing_tokens_share"):
+        require_error(compared, name, rows, [getattr(each, name) for each in of_sequence])
+    require_error(compared, "overlap", rows, [each.overlap_L.mean() for each in of_sequence])
+
+
+def require_error(compared, name, weights, figures):
+    """Of a ratio of sums over sequences, by hand."""
+    apart = np.array(weights) * (np.array(figures) - compared.metrics[name])
+    error = np.std(apart, ddof=1) * math.sqrt(len(apart)) / np.sum(weights)
+    assert compared.errors[name] == pytest.approx(error, rel=1e-6) != 0
 
 
 @pytest.mark.slow

@@ -48,7 +48,7 @@ def test_roots_and_consequences_are_those_of_a_loop():
     keep = rng.random((*shape, 1)) < 0.5
     kept = np.where(keep, engine.expert_ids_NLK, native.expert_ids_NLK)
     native = replace(native, expert_ids_NLK=kept)
-    deficits = rng.exponential(1, shape)
+    deficits = rng.exponential(1, shape) * [0, 1, 1]  # all ties in one layer
     found = root_mismatch(engine, native, own, deficits_NL=deficits)
     roots, consequences, listed = np.zeros(shape[1], int), np.zeros(shape[1], int), []
     for row, layer in np.ndindex(shape):
@@ -66,7 +66,7 @@ def test_roots_and_consequences_are_those_of_a_loop():
     deficit, place, of_engine, of_trainer = max(listed)
     worst = found.worst[0]
     assert (worst.deficit, worst[:3], worst.engine, worst.trainer) == (deficit, place, of_engine, of_trainer)
-    assert found.median == np.median([each[0] for each in listed])
+    assert found.median == np.median([each[0] for each in listed if each[0]]), "exact ties say nothing of it"
     for roots_L, steep in (([4, 20, 4], [(1, 5.0)]), ([4, 19, 4], []), ([0, 16, 0], [(1, 16.0)]), ([1, 15, 1], [])):
         assert replace(found, roots_L=np.array(roots_L)).steep == steep
 

@@ -6,8 +6,10 @@ import numpy as np
 import pytest
 
 import foreroute as fr
-from foreroute.errors import InputError, TraceContentError
+from foreroute.errors import InputError, SpecMismatchError, TraceContentError
 from foreroute.mismatch import (
+    RoutingMismatch,
+    TokenMismatch,
     margin_histogram,
     routing_mismatch,
     token_mismatch,
@@ -113,6 +115,7 @@ def test_routes_that_cannot_be_compared_are_refused():
     ids = np.tile([[0, 1]], (1, 4, 3, 1))
     trace = fr.RoutingTrace.from_padded(fr.RoutingSpec(4, 2, tuple(map(fr.RoutedLayer, range(3)))), [[1] * 4], ids)
     assert routing_mismatch(ids, ids).rows == routing_mismatch(trace, trace).rows == 4
+    assert routing_mismatch(ids[:, :, :1], ids[:, :, 1:2]).rows == 4, "one layer will do"
     for pair, mask in (((trace, ids), None), ((trace, trace), np.ones((1, 4)))):
         with pytest.raises(InputError, match=r"trace.*beside"):
             routing_mismatch(*pair, mask=mask)
@@ -180,6 +183,25 @@ def test_a_ratio_that_no_float_holds_leaves_a_number():
     assert math.isfinite((found + found).k3)
     assert (found.max_abs_log, found.f(2.0)) == (799.0, 0.5)
     assert token_mismatch(np.array([-1.0]), np.array([-700.0])).k3 == np.expm1(699.0) - 699.0
+
+
+@pytest.mark.parametrize(("layers", "picks"), [(3, [2, 2, 2]), (1, [2]), (2, [2, 3])], ids=str)
+def test_mismatches_of_other_models_do_not_add_up(layers, picks):
+    """As of ranks that were started with other models: one layer would have been added to each of two."""
+    one = RoutingMismatch(4, np.array([2, 2]), *(np.zeros(n, np.int64) for n in (2, 2, 3, 2)))
+    other = RoutingMismatch(4, np.array(picks), *(np.zeros(n, np.int64) for n in (layers, layers, layers + 1, layers)))
+    for pair in ((one, other), (other, one)):
+        with pytest.raises(SpecMismatchError, match=r"2 layers.*picks \[2, 2\]"):
+            pair[0] + pair[1]
+    assert (one + one).rows == 8
+
+
+def test_shares_of_other_thresholds_do_not_add_up():
+    one, other = TokenMismatch(3, 0.1, (1, 0), 0.4), TokenMismatch(3, 0.1, (1,), 0.4)
+    for pair in ((one, other), (other, one)):
+        with pytest.raises(InputError, match=r"\d thresholds.*foreroute, 1\.5, 2\.0"):
+            pair[0] + pair[1]
+    assert (one + one).above == (2, 0)
 
 
 def test_a_margin_that_is_no_number_is_refused_where_its_token_counts():

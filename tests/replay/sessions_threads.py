@@ -5,7 +5,7 @@ import threading
 import torch
 
 from foreroute.errors import ReplayError
-from tests.replay.session_subject import batch_of, entering, foreign, prepared, replayed, same, step
+from tests.replay.session_subject import batch_of, entering, foreign, prepared, recorded, replayed, same, step
 
 BATCH = batch_of()
 
@@ -55,6 +55,32 @@ def check_forwards_and_sessions_of_another_thread_are_refused_while_one_is_open(
     assert torch.equal(in_thread(lambda: replayed(on, trace, BATCH)), replayed(on, trace, BATCH))
 
 
+def check_a_session_opened_in_the_middle_of_another_threads_forward_names_both(framework):
+    """That forward began without a session, and would else take part in this one from its second layer on."""
+    on = framework.built()
+    alone = recorded(on, BATCH)
+    started, opened, outcome = threading.Event(), threading.Event(), []
+
+    def wait(*_):
+        if threading.current_thread().name == "other" and not started.is_set():
+            started.set()
+            assert opened.wait(60)
+
+    handle = on.layers[1].register_forward_pre_hook(wait)
+    waiting = threading.Thread(target=lambda: outcome.append(in_thread(lambda: on.loss(BATCH))), name="starts it")
+    waiting.start()
+    assert started.wait(60)
+    with on.routed.record() as recording:
+        second = on.layers[2].register_forward_pre_hook(
+            lambda *_: opened.set() or (threading.current_thread().name != "other" and waiting.join(60)) or None
+        )
+        on.loss(BATCH)
+        second.remove()
+    handle.remove()
+    require_refused(outcome[0])
+    assert recording.trace().equals(alone)
+
+
 def check_a_backward_of_another_thread_recomputes_its_own_routes(framework):
     """Autograd of a GPU runs recomputations in threads of its own."""
     for recompute in framework.recomputations:
@@ -74,3 +100,27 @@ def check_two_models_in_two_threads_keep_to_their_own_traces(framework):
     alone = [run() for run in runs]
     assert alone[0] != alone[1]
     assert together(runs, ["one", "two"]) == alone
+
+
+def check_two_threads_that_share_a_model_never_blame_a_kernel(framework):
+    """Each forward is right or refused by the names of the threads, whatever the moments at which they meet."""
+    on = framework.built()
+    alone = recorded(on, BATCH)
+
+    def work():
+        outcomes = []
+        for _ in range(12):
+            try:
+                outcomes.append(recorded(on, BATCH))
+            except ReplayError as error:
+                outcomes.append(error)
+        return outcomes
+
+    outcomes = [outcome for each in together([work, work], ["worker 0", "worker 1"]) for outcome in each]
+    for outcome in outcomes:
+        if isinstance(outcome, ReplayError):
+            assert "thread 'worker" in str(outcome)
+        else:
+            assert outcome.equals(alone)
+    assert any(not isinstance(outcome, ReplayError) for outcome in outcomes)
+    on.loss(BATCH)

@@ -156,3 +156,13 @@ def test_nothing_waits_for_the_device_and_sets_go_there_once(compute, monkeypatc
         tokens.zero_()  # what was given is remembered
         with pytest.raises(BatchMismatchError, match=r"3 leaves.*token"):
             optimizer.step()
+
+
+def test_products_are_in_float32_under_autocast():
+    generator = torch.Generator().manual_seed(0)
+    hidden, head = torch.randn(2, 32, generator=generator), torch.randn(3000, 32, generator=generator)
+    masks = DecisionStream.from_sets(3000, [True, True], [3, 0], [4, 7, 9])  # a gathered row, and one of all logits
+    targets = torch.tensor([9, 1])
+    expected = masked_logprobs(hidden, head, targets, masks)
+    with torch.autocast("cpu", torch.bfloat16):
+        assert torch.equal(masked_logprobs(hidden, head, targets, masks), expected)

@@ -18,9 +18,10 @@ from foreroute.costs.memory import SIZES as BYTES_FOLLOW
 from foreroute.costs.memory import WORKS, MemorySection, StepMemory
 from foreroute.errors import ForecastError
 from foreroute.files.json_form import to_json
-from foreroute.train import memory, train
+from foreroute.train import RunFolder, memory, train
 from foreroute.train.chain import VOCABULARY, ChainTask
 from foreroute.train.experts import make_execution
+from foreroute.train.folder import load_checkpoint
 from foreroute.train.loop import make_trainer
 from foreroute.train.policy import make_engine, make_model, make_policy, set_weights, to_training
 from foreroute.train.prompts import make_task
@@ -60,8 +61,10 @@ def config_of(num_ranks, *, model=None, **chosen):
     )
 
 
-def parallel_steps(rank, config, count):
+def parallel_steps(rank, config, count, checkpoint=None):
     with precise_trainer(config) as trainer:
+        if checkpoint is not None:
+            trainer.restore(load_checkpoint(checkpoint))
         return steps_of(trainer, count)
 
 
@@ -179,6 +182,15 @@ def run(rank, config, folder, resume=False, stop_after=None):
     with scored_by_tokens():
         train(config, folder, resume=resume, watcher=stopping)
     return len(seen)
+
+
+def step_on(rank, config, folder, step):
+    """Go on from a checkpoint in float64 for one step, and save the next; rank 0 tells of it."""
+    steps = parallel_steps(rank, config, 1, path_of(folder, step))
+    if rank == 0:
+        RunFolder(folder).save_checkpoint(steps.state, data="", keep=99)
+        return steps
+    return None
 
 
 def path_of(folder, step):

@@ -68,6 +68,14 @@ def records(folder):
     return [{k: v for k, v in line.items() if k != "seconds"} for line in lines]
 
 
+def tensors_of(state):
+    """All tensors in a state, in an order of their places."""
+    if isinstance(state, torch.Tensor):
+        return [state]
+    parts = [state[key] for key in sorted(state, key=str)] if isinstance(state, dict) else state
+    return [each for part in parts for each in tensors_of(part)] if isinstance(parts, list | tuple) else []
+
+
 def trainer_of(config):
     """A trainer at its initial weights, with the embedded engine."""
     task = make_task(config)

@@ -17,13 +17,30 @@ from foreroute.engines.embedded import EmbeddedEngine
 from foreroute.errors import ConfigError, DivergedError
 from foreroute.files import container
 from foreroute.testing.ranks import Workers
-from foreroute.train import train
+from foreroute.train import RunFolder, train
 from foreroute.train.folder import load_checkpoint
 from foreroute.train.loop import Trainer
-from tests.train.expert_parallel_steps import path_of, run, run_config
-from tests.train.small_runs import records, same_state
+from tests.train.expert_parallel_steps import (
+    ONE_LAYER,
+    Steps,
+    config_of,
+    path_of,
+    precise_trainer,
+    run,
+    run_config,
+    step_on,
+    steps_alone,
+)
+from tests.train.small_runs import records, same_state, tensors_of
 
 pytestmark = pytest.mark.slow
+
+CHAIN = [2, 1, 2]
+"""Ranks of each step."""
+ALONE = config_of(1, model=ONE_LAYER)
+"""One process, on which the chain is done too."""
+OTHER_ORDERS = 1000
+"""How much further apart than two orders of summation in one process a change of ranks may be."""
 
 
 def test_an_interrupted_run_on_two_ranks_ends_as_the_uninterrupted_one(workers, tmp_path):
@@ -47,6 +64,73 @@ def test_an_interrupted_run_on_two_ranks_ends_as_the_uninterrupted_one(workers, 
     # and with one process instead of two
     train(run_config(1, rl={"steps": 3}), whole, resume=True)
     assert [record.get("execution", {}).get("ranks", 1) for record in records(whole)] == [2, 2, 1]
+
+
+@pytest.fixture(scope="module")
+def uninterrupted(workers, tmp_path_factory):
+    """One step on each number of ranks, each from the checkpoint of the one before; and one process that does all.
+
+    Experts move before every step on ranks.
+    """
+    folder = tmp_path_factory.mktemp("chain")
+    with precise_trainer(ALONE) as trainer:
+        RunFolder(folder).save_checkpoint(trainer.state(), data="", keep=9)
+    parts = [one_step(workers, num_ranks, folder, step) for step, num_ranks in enumerate(CHAIN)]
+    generations = [part.generations[0] for part in parts]
+    chain = Steps([part.records[0] for part in parts], generations, parts[-1].state)
+    return folder, chain, steps_alone(ALONE, generations)
+
+
+def one_step(workers, num_ranks, folder, step):
+    if num_ranks == 1:
+        return step_on(0, ALONE, folder, step)
+    moving = config_of(num_ranks, model=ONE_LAYER, plan={"home_moves": 4})
+    part, *_ = workers(num_ranks).run(step_on, moving, folder, step)
+    assert part.records[0]["execution"]["home_moves"] > 0
+    return part
+
+
+def test_a_change_of_ranks_is_another_order_of_summation_and_no_more(uninterrupted):
+    _, chain, alone = uninterrupted
+    assert [record.get("execution", {}).get("ranks", 1) for record in chain.records] == CHAIN
+    assert all(record["grad_norm"] > 0 for record in alone.records)
+    tolerance = tolerance_of(alone)
+    assert 0 < tolerance < 1e-7
+    assert distance(chain, alone) <= tolerance
+    assert {values["step"].item() for values in chain.state["optimizer"]["state"].values()} == {len(CHAIN)}
+
+
+def test_optimizer_state_of_the_wrong_expert_is_seen(uninterrupted, workers, tmp_path):
+    """A control: the first moments of experts are taken up one expert too late."""
+    folder, chain, alone = uninterrupted
+    last = len(CHAIN) - 1
+    state = checkpoint(folder, last)
+    for values in state["optimizer"]["state"].values():
+        if values["exp_avg"].dim() == 3:
+            values["exp_avg"] = values["exp_avg"].roll(1, 0)
+    RunFolder(tmp_path).save_checkpoint(state, data="", keep=1)
+    wrong = one_step(workers, CHAIN[last], tmp_path, last)
+    assert wrong.generations[0].trace.equals(chain.generations[last].trace)
+    wrong = Steps([*chain.records[:last], *wrong.records], chain.generations, wrong.state)
+    assert distance(wrong, alone) > 1000 * tolerance_of(alone)
+
+
+def tolerance_of(alone):
+    """From one process that cuts the same rollouts into other micro-steps, and so adds in another order."""
+    config = ALONE.model_copy(update={"rl": ALONE.rl.model_copy(update={"micro_step_tokens": 4096})})
+    return OTHER_ORDERS * distance(steps_alone(config, alone.generations), alone)
+
+
+def distance(steps, others):
+    """The largest difference of losses, gradient norms, weights and optimizer state, over the largest value there."""
+    pairs = [
+        (torch.tensor([ours[key], truth[key]]).double())
+        for ours, truth in zip(steps.records, others.records, strict=True)
+        for key in ("loss", "grad_norm", "entropy")
+    ]
+    apart = [abs(ours - truth).item() / max(abs(truth).item(), 1e-3) for ours, truth in pairs]
+    states = zip(*(tensors_of([each.state["model"], each.state["optimizer"]]) for each in (steps, others)), strict=True)
+    return max(*apart, *(((a - b).abs().max() / b.abs().max().clamp(min=1e-12)).item() for a, b in states))
 
 
 def test_one_process_is_not_two(tmp_path):

@@ -1,13 +1,16 @@
 """A run folder with something damaged, missing or foreign: one error that names it, and nothing is lost."""
 
 import re
+import resource
 import shutil
 
 import pytest
 
 from foreroute.errors import ConfigError, RunFolderError
 from foreroute.train import RunFolder, train
+from foreroute.train.folder import load_checkpoint
 from tests.train.counting_runs import counting, counting_config
+from tests.train.small_runs import records, same_state
 
 
 @pytest.fixture(scope="module")
@@ -108,3 +111,36 @@ def test_a_model_is_replaced_whole_and_what_a_kill_left_is_cleaned_up(tmp_path, 
     with pytest.raises(RunFolderError):  # what a link points at is left alone
         run.save_model(writer("third"))
     assert (tmp_path / "elsewhere").is_dir()
+
+
+# traces and metrics of steps 0, 2 and of 0, 1, 2
+@pytest.mark.parametrize(
+    ("method", "at_call", "num_bytes", "named"),
+    [("save_rollout", 1, 100, r"step-000002\.safetensors"), ("append", 2, 150, r"metrics\.jsonl")],
+)
+def test_a_full_disk_is_one_error_and_what_was_written_is_whole(
+    tmp_path, monkeypatch, method, at_call, num_bytes, named
+):
+    config, write, calls = counting_config(), getattr(RunFolder, method), []
+
+    def on_a_full_disk(run, *given, **options):
+        """What fits is written, and the rest is not."""
+        calls.append(1)
+        before = resource.getrlimit(resource.RLIMIT_FSIZE)
+        if len(calls) > at_call:
+            resource.setrlimit(resource.RLIMIT_FSIZE, (num_bytes, before[1]))
+        try:
+            return write(run, *given, **options)
+        finally:
+            resource.setrlimit(resource.RLIMIT_FSIZE, before)
+
+    with counting():
+        expected = train(config, tmp_path / "whole")
+        with monkeypatch.context() as patch:
+            patch.setattr(RunFolder, method, on_a_full_disk)
+            with pytest.raises(RunFolderError, match=f"{named}.*--resume"):
+                train(config, tmp_path / "run")
+        assert load_checkpoint(RunFolder(tmp_path / "run").last_checkpoint())["step"] == 2
+        resumed = train(config, tmp_path / "run", resume=True)
+    assert records(resumed.path) == records(expected.path)
+    assert same_state(load_checkpoint(resumed.last_checkpoint()), load_checkpoint(expected.last_checkpoint()))

@@ -4,6 +4,7 @@ TRL computes the weights of a correction inside its generation, so that they are
 advantages, are by hand.
 """
 
+import math
 from collections import defaultdict
 from types import SimpleNamespace
 
@@ -19,6 +20,7 @@ from foreroute.train.objective import (
     coefficients,
     denominator,
     group_advantages,
+    importance_of,
     token_losses,
 )
 
@@ -137,3 +139,18 @@ def test_clipping_by_hand():
     # the bound holds back gains above 1.27 and losses below 0.8, and lets the rest through
     assert losses.tolist() == pytest.approx([-2.0, -1.27, -0.5, 1.5, 0.8])
     assert clipped.tolist() == [False, True, False, False, True]
+
+
+def test_a_ratio_beyond_all_numbers_is_cut_and_counted():
+    """e^500 is beyond float32 and e^800 beyond float64; in logarithms, token by token, shares are exact."""
+    log_rho = torch.tensor([800.0, 500.0, 0.0, 0.0])
+    tokens = objective.Tokens(*([torch.zeros(4)] * 2), -log_rho, torch.ones(4), torch.tensor([4]))
+    seen = token_losses(tokens, RLConfig(**TIS))
+    assert seen.weights_R.tolist() == pytest.approx([1.2, 1.2, 1, 1])
+    of_tokens = [seen.clipped_R, seen.log_ratio_R, seen.weights_R, seen.cut_R]
+    importance, _ = importance_of(np.stack([each.double().numpy() for each in of_tokens]))
+    assert importance.ratio_max == pytest.approx(np.finfo(np.float64).max, rel=1e-9)
+    assert importance.effective_share == pytest.approx(1 / 4)
+    assert math.isfinite(importance.ratio_mean)
+    none, clipped = importance_of(np.zeros((4, 0)))
+    assert ({*vars(none).values()}, clipped) == ({0}, 0)

@@ -12,6 +12,7 @@ import torch
 from foreroute.adapters.hf.response_logprobs import response_log_probs, response_logits
 from foreroute.plan.counts import contiguous_imbalance
 from foreroute.train.chain import ChainTask
+from foreroute.train.policy import ScheduledPass
 from tests.train.small_runs import random_rewards, small_config, trainer_of
 from tests.trainers.given_experts import differing, watched
 
@@ -82,6 +83,21 @@ def test_load_and_clipping_are_those_of_the_update():
 
 def weights(trainer):
     return {name: value.clone() for name, value in trainer.policy.model.state_dict().items()}
+
+
+def test_metrics_of_a_step_are_those_of_its_tokens():
+    tis = {"correction": {"kind": "tis", "high": 1.005}, "routing": "none"}
+    config, whole = small_config(rl=tis, rollout={"precision": "fp8"}), ScheduledPass("recompute", 0, [np.arange(24)])
+    experience, record = trainer_of(config).run_step()
+    recomputed = trainer_of(config).recompute(experience.generation, whole, "native")
+    ratio = np.exp(recomputed.logprobs_R.astype(np.float64) - experience.generation.logprobs_R)
+    seen = record.importance
+    assert seen.ratio_mean == pytest.approx(ratio.mean(), rel=1e-5)
+    assert seen.ratio_max == pytest.approx(ratio.max(), rel=1e-5)
+    assert seen.effective_share == pytest.approx(ratio.sum() ** 2 / len(ratio) / (ratio**2).sum(), rel=1e-5)
+    assert seen.weight_mean == pytest.approx(np.minimum(ratio, 1.005).mean(), rel=1e-5)
+    assert seen.cut_share == pytest.approx((ratio > 1.005).mean())
+    assert 0 < seen.cut_share < 1
 
 
 @pytest.mark.parametrize("router", ["frozen", "trained"])

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 from foreroute.errors import BatchMismatchError
+from foreroute.mismatch import LooksLike, Sentinel, Suspicion
 from foreroute.mismatch.sentinel import WARM_UP
 from foreroute.train.chain import ChainTask
 from foreroute.train.loop import make_schedule
@@ -45,13 +46,13 @@ def begun():
 
 
 @cache
-def frozen_step(watching):
-    """The next step with an engine that freezes: trainer, rollout and the records of all steps."""
+def frozen_step(watching, spoil=freeze):
+    """The next step with an engine that freezes, or spoils else: trainer, rollout and the records of all steps."""
     state, history = begun()
     trainer = trainer_that(watching)
     trainer.restore(copy.deepcopy(state))
     generate = trainer.engine.generate
-    trainer.engine.generate = lambda *args: freeze(generate(*args))
+    trainer.engine.generate = lambda *args: spoil(generate(*args))
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(ChainTask, "rewards", random_rewards())  # the same in every case
         experience, record = trainer.run_step()
@@ -74,13 +75,14 @@ def test_tokens_behind_the_first_wrong_row_are_not_trained_on():
     assert not same_state(trainer.state()["model"], kept.state()["model"])
 
 
-def test_tokens_that_are_left_out_have_no_part_in_loss_and_gradients():
+@pytest.mark.parametrize("method", ["dapo", "gspo"])
+def test_tokens_that_are_left_out_have_no_part_in_loss_and_gradients(method):
     """Old log-probs that are others there change nothing, and others before are seen to."""
     kept, weights = 3, []
     for noise in ("none", "behind", "before"):
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(ChainTask, "rewards", random_rewards())
-            trainer = trainer_of(small_config(rl={"method": "gspo"}))
+            trainer = trainer_of(small_config(rl={"method": method}))
             experience = trainer.roll_out()
         generation, lengths = experience.generation, experience.generation.response_lengths
         place_R = np.arange(lengths.sum()) - np.repeat(np.cumsum(lengths) - lengths, lengths)
@@ -92,6 +94,20 @@ def test_tokens_that_are_left_out_have_no_part_in_loss_and_gradients():
         weights.append(trainer.state()["model"])
     assert same_state(weights[0], weights[1])
     assert not same_state(weights[0], weights[2])
+
+
+@pytest.mark.parametrize("looks_like", [LooksLike.STALE_LAYER, LooksLike.OLDER_WEIGHTS])
+def test_a_layer_or_a_batch_that_is_suspected_leaves_nothing_to_train_on(looks_like, monkeypatch):
+    found = Suspicion(looks_like, "planted", 0.9, 0.1, 1e-9, layer=0 if "layer" in looks_like else None)
+    begun()
+    monkeypatch.setattr(Sentinel, "judge", lambda sentinel, counts: [found])
+    trainer, experience, history = frozen_step("drop", lambda generation: generation)
+    assert [each.looks_like for each in history[-1].suspicions] == [looks_like]
+    assert experience.informative_S.any()
+    assert not experience.trained_S.any()
+    assert history[-1].loss == history[-1].grad_norm == 0
+    # the momenta that the optimizer has of earlier steps move nothing
+    assert same_state(trainer.state()["model"], begun()[0]["model"])
 
 
 def test_a_run_is_stopped_before_its_weights_change():
