@@ -159,6 +159,7 @@ DAMAGED = [
     ),
     ([wires.sglang(R), {"meta_info": {"finish_reason": {"type": "abort"}}}], "output 1: the answer was aborted"),
     (Answer(), "response object of an HTTP library"),
+    ("k05VTVBZ*", "the routes are not base64"),
     (None, "is None, which is empty"),
     ({}, "which is empty"),
     ({"meta_info": {}}, "has no routed_experts in .*; start the engine"),

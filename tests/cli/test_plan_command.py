@@ -63,6 +63,10 @@ def files(tmp_path_factory):
         ),
         (lambda counts: counts + 1, ""),
         (lambda counts: np.concatenate([counts[..., :1] + 1, counts[..., 1:]], axis=3), "no multiple of top_k 2"),
+        (lambda counts: counts[:, :, :1].repeat(4, axis=2), "all ranks have the same counts"),
+        (lambda counts: counts * (np.arange(4) < 2)[:, None], "ranks 2, 3 have no tokens"),
+        (lambda counts: counts[:, [1, 1]], "layers 0 and 1 have the same counts"),
+        (lambda counts: np.full_like(counts, 40), ""),
     ],
 )
 def test_counts_that_no_step_has_are_told(files, tmp_path, change, told):

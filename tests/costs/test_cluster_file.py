@@ -68,6 +68,7 @@ def test_rates_that_no_gpu_reaches_are_told_once(hardware, links, told):
     [
         ("topology", "redundant_slots", 126, ""),
         ("topology", "redundant_slots", 127, "redundant_slots is 127; a rank has a use for 126 at most"),
+        ("model", "attention_width", 128, "attention_width is 128, and hidden 2048; expected num_attention_heads x"),
         ("model", "dense_parameters", 50 * 2048**2, ""),
         ("model", "dense_parameters", 1_500_000_000, "1,500,000,000, 358 times the square of hidden"),
     ],

@@ -197,3 +197,20 @@ def test_what_cannot_be_compared_is_refused(changed, message):
     assert fr.compare(**good).metrics["routed_rows"] > 0
     with pytest.raises(InputError, match=message):
         fr.compare(**{**good, **changed})
+
+
+def test_padding_and_half_precision_do_not_pass_for_mismatch():
+    logprobs = -np.random.default_rng(0).exponential(1.0, (4, 9)).astype(np.float32)
+    mask, tokens = np.ones((4, 9)), np.arange(9) < np.arange(6, 10)[:, None]
+    with pytest.raises(InputError, match=r"mask marks 6 .*padding"):
+        fr.compare(logprobs, logprobs, mask, attention_mask=tokens)
+    with pytest.raises(InputError, match=r"\[4, 5\], without routes"):
+        fr.compare(logprobs, logprobs, mask, attention_mask=tokens[:, :5])
+    fr.compare(logprobs, logprobs, tokens, attention_mask=tokens)
+    with pytest.warns(UserWarning, match=r"16 bits .engine"):
+        fr.compare(logprobs, logprobs.astype(np.float16), tokens)
+    other = logprobs * 1.01
+    same = fr.compare(logprobs, other, mask, replayed_logprobs=logprobs).diagnosis
+    assert any("the same in every bit" in each.advice for each in same.findings)
+    apart = fr.compare(logprobs, other, mask, replayed_logprobs=logprobs * 1.0001).diagnosis
+    assert not any("the same in every bit" in each.advice for each in apart.findings)

@@ -10,6 +10,7 @@ array   an array of any library, nested lists, a table, or the bytes of a .npy f
 
 from __future__ import annotations
 
+from base64 import b64encode
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from enum import StrEnum
@@ -32,6 +33,8 @@ from foreroute.capture.verl_batch import sequences_of
 from foreroute.checks import as_array
 from foreroute.errors import CaptureError, shown
 
+NPY_BASE64 = b64encode(NPY_MAGIC).decode()
+"""How routes begin that a server of vLLM puts into its answer."""
 PADDED = ("routed_experts", "rollout_expert_indices")
 """Names of the routes of a padded batch: verl's, and SkyRL's."""
 
@@ -85,7 +88,7 @@ def read_output(output: Any) -> tuple[Form, list[RawSequence]]:
 def _parsed(output: Any) -> Any:
     """Return the value of JSON text or bytes; the bytes of a .npy file, and what is neither, as they are."""
     if isinstance(output, str):
-        return parse_text(output)
+        return read_base64(output, "the routes") if output.startswith(NPY_BASE64) else parse_text(output)
     if not isinstance(output, BYTES):
         return output
     data = as_bytes(output)

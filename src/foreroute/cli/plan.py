@@ -336,11 +336,25 @@ def _warn_of_odd_counts(counts_MLGE: NDArray[np.int32], top_k: int, source: Path
             f"rank {g} has {routed_MLG[m, layer, g]:,} assignments in micro-step {m}, layer {layer}, which is no "
             f"multiple of top_k {top_k}, the assignments of a token"
         )
+    if len(counts_MLGE) and counts_MLGE.min() < counts_MLGE.max():  # counts that are all alike say nothing of it
+        odd += _repeated(counts_MLGE)
     if odd:
         warnings.warn(
-            f"{source}: {'; '.join(odd)}. Counts are of assignments, whole, before any capacity drops some",
+            f"{source}: {'; '.join(odd)}. Counts are those that each rank sends, whole, before any capacity drops some",
             stacklevel=2,
         )
+
+
+def _repeated(counts_MLGE: NDArray[np.int32]) -> Iterator[str]:
+    """Say what stands twice, or nowhere, in all cells."""
+    if counts_MLGE.shape[2] > 1 and (counts_MLGE == counts_MLGE[:, :, :1]).all():
+        yield "all ranks have the same counts, as if they were summed over ranks"
+    sent_G = counts_MLGE.any(axis=(0, 1, 3))
+    if not sent_G.all():
+        yield f"ranks {', '.join(map(str, np.flatnonzero(~sent_G)[:8]))} have no tokens at all"
+    same_L = (counts_MLGE[:, 1:] == counts_MLGE[:, :-1]).all(axis=(0, 2, 3))
+    if same_L.any():
+        yield f"layers {int(same_L.argmax())} and {int(same_L.argmax()) + 1} have the same counts"
 
 
 def _check_model(costs: CostModel, num_layers: int, num_experts: int, top_k: int | None, source: Path) -> None:

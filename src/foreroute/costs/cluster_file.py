@@ -48,6 +48,9 @@ GPU_RATES = {
 }
 """Least and most of what GPUs and their links reach, and the unit: an H100 has 4e14 to 1e15, 3e12, 4e11, 5e10, 5e10 and
 2e-5. Rates of fast links in bits per second are above, rates in GB/s far below, and 5 µs in milliseconds is above."""
+LEAST_OF_WIDTH = 8
+"""Part of `hidden` that the width of attention has at least; layers with linear attention make the mean of Qwen3-Next a
+half, and one head of many is a 16th or less."""
 MOST_DENSE_OVER_SQUARE = 50
 """Most dense parameters of a layer over the square of its width: models have 3 to 10, a whole model hundreds."""
 Rates = Mapping[str, Mapping[str, float]]
@@ -178,6 +181,11 @@ def _warn_of_odd_rates(costs: CostModel, links: Links, is_one_node: bool, source
         odd.append(
             f"[model] dense_parameters is {model.dense_parameters:,}, {model.dense_parameters / model.hidden**2:,.0f} "
             f"times the square of hidden; expected those of one layer, {MOST_DENSE_OVER_SQUARE} times at most"
+        )
+    if 0 < model.attention_width < model.hidden / LEAST_OF_WIDTH:
+        odd.append(
+            f"[model] attention_width is {model.attention_width}, and hidden {model.hidden}; expected "
+            "num_attention_heads x head_dim"
         )
     if odd:
         # said of this line, wherever the file is read, so that reading it again says nothing

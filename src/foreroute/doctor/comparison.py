@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -90,7 +91,8 @@ def compare(
             the same form: a recording with `record(native=True)` inside of the replay.
         deficits: numbers [B, W, L], or [N, L] of a trace, `deficits_NL()` of that recording, which tell defects from
             near-ties.
-        attention_mask: [B, W], of routes in arrays, 1 for a token; every position is one by default.
+        attention_mask: [B, W], of routes in arrays, 1 for a token; every position is one by default. Where it has the
+            shape of `mask`, no response token may be padding.
         spec: the model of the routes, for its number of experts and the names of its layers: without it they are
             "routed layer 0" and so on. Traces have their own.
 
@@ -99,6 +101,8 @@ def compare(
             replay without both sides.
     """
     kept = None if mask is None else as_array(mask, name="mask")
+    _check_padding(kept, attention_mask, has_routes=trainer_routes is not None)
+    _warn_of_halves(trainer=trainer_logprobs, engine=engine_logprobs, replayed=replayed_logprobs)
     trainer, engine = (as_array(each, name="log-probs") for each in (trainer_logprobs, engine_logprobs))
     replayed = None if replayed_logprobs is None else as_array(replayed_logprobs, name="log-probs")
     executed = routed = would = deficits_NL = None
@@ -173,6 +177,30 @@ def standard_error(sums_S: ArrayLike, counts_S: ArrayLike) -> float:
         off_S = sums - sums.sum() / total * counts
         error = float(np.sqrt(units / (units - 1) * (off_S**2).sum()) / total)
     return error if math.isfinite(error) else math.nan
+
+
+def _check_padding(kept: NDArray[Any] | None, attention_mask: ArrayLike | None, *, has_routes: bool) -> None:
+    """Refuse response tokens that are padding, and an attention mask that says nothing of anything."""
+    if attention_mask is None:
+        return
+    tokens = as_mask(attention_mask, name="attention_mask", error=InputError)
+    if kept is not None and kept.shape == tokens.shape:
+        if padding := int((as_mask(kept, name="mask", error=InputError) & ~tokens).sum()):
+            raise InputError(f"mask marks {padding} response tokens that are padding by attention_mask; leave them out")
+    elif not has_routes:
+        raise InputError(
+            f"attention_mask is {list(tokens.shape)}, without routes that it is of; expected the shape of mask, or none"
+        )
+
+
+def _warn_of_halves(**logprobs: object) -> None:
+    """Warn of log-probs in 16 bits, which differ by their own roundings."""
+    halves = [name for name, each in logprobs.items() if str(getattr(each, "dtype", "")).endswith("float16")]
+    if halves:
+        warnings.warn(
+            f"log-probs have 16 bits ({', '.join(halves)}), and figures their roundings; take log-softmax in float32",
+            stacklevel=3,
+        )
 
 
 class _Figures(NamedTuple):

@@ -45,6 +45,10 @@ WITHOUT_CHOICES = (
     "routes of these tokens under these weights."
 )
 OTHER_SEQUENCES = "Carry log-probs with their tokens through every sort, shuffle and gather between engine and trainer."
+SAME_PASS = (
+    "The trainer's log-probs with and without replay are the same in every bit: if routes differ, give those of a pass "
+    "inside of routed.replay(trace)."
+)
 NEXT_TOKEN = (
     "Logits of position p score token p + 1. Cut both sides alike: the first log-prob of a response is that of its "
     "first token."
@@ -339,6 +343,9 @@ def _replay(evidence: Evidence, measures: Measures, is_broken: bool) -> Iterator
     elif gain > 1 / HELPS:  # neither a help nor a harm that anybody would act on
         may_help = measures.rise is not None and (replayed.k3 - SURE * measures.rise[1]) * HELPS <= without.k3
         tokens, advice = ("over these tokens", TOO_FEW) if may_help else ("here", "")
+        own, under = (None if each is None else each.logprobs_R for each in (evidence.native, evidence.replayed))
+        if own is not None and under is not None and np.array_equal(own, under):
+            advice = SAME_PASS
         yield Finding(Severity.NOTE, "replay", f"R3 makes little difference {tokens}: {both}.", advice)
     elif measures.rise is not None and measures.rise[0] <= SURE * measures.rise[1]:
         chance = "Replay is seen neither to help nor to harm: k3 rises by no more than chance makes of so few tokens"
