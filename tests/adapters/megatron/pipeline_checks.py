@@ -10,18 +10,16 @@ from pathlib import Path
 from unittest import mock
 
 import numpy as np
-import pytest
 import torch
 import torch.distributed as dist
 import transformers
 from megatron.core import parallel_state
 from safetensors.torch import load_file
 
-from examples.pipeline import sync, train, weights
+from examples.pipeline import sync, train
 from examples.pipeline.policy import Policy, make_checkpoint
 from foreroute.adapters.checkpoint import FolderWriter, quiet_transformers
 from foreroute.engines.embedded import EmbeddedEngine
-from foreroute.errors import ConfigError, EngineError
 from foreroute.testing.models import same_bits
 from tests.adapters.megatron.test_home_checkpoints import children_allowed
 
@@ -58,15 +56,6 @@ class LosingEngine(TransformersEngine):
 
     def load_weights(self, named, version):
         super().load_weights(((n, self.first if n == LOST else weight) for n, weight in named), version)
-
-
-class FullDisk(TransformersEngine):
-    """Fails when some weights have been taken, and others have not."""
-
-    def load_weights(self, named, version):
-        for number, _ in enumerate(named):
-            if number == 3:
-                raise EngineError("no space left")
 
 
 def read(folder):
@@ -127,10 +116,3 @@ def differing(exported, wanted):
         return []
     assert exported.keys() == wanted.keys()
     return [name for name in wanted if not same_bits(exported[name], wanted[name])]
-
-
-def refuses_what_cannot_be_converted():
-    config = {"num_key_value_heads": 2, "num_attention_heads": 4}
-    for name in ("decoder.layers.0.mlp.shared_experts.linear_fc1.weight", "decoder.layers.0.mlp.linear_fc1.bias"):
-        with pytest.raises(ConfigError, match=f"Qwen3-MoE.*{name}"):
-            weights.Stacked.of(name, config)

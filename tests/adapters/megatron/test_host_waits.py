@@ -8,7 +8,6 @@ from unittest import mock
 import torch
 
 from foreroute.adapters.megatron.forward_args import Call
-from foreroute.adapters.megatron.route_shard import RouteShard
 from foreroute.core.deferred_checks import DeferredChecks
 from foreroute.ep import dispatch
 from foreroute.errors import BatchMismatchError, LayoutError
@@ -76,21 +75,6 @@ def test_a_replayed_forward_waits_for_nothing():
             with there.routed.listening(rows := RootRows(there.routed)), there.routed.replay(shard):
                 assert there.waits() == unpatched, "roots are counted"
             assert rows.read(there.trace.lengths).roots_N.any()
-            with a_read_put_back(), there.routed.replay(shard):
-                assert there.waits() == unpatched + 1, "the device does not count"
-
-
-@contextlib.contextmanager
-def a_read_put_back():
-    """The control: tokens are compared where the host waits for them."""
-    compare = RouteShard._compare_tokens
-
-    def reading(shard, tokens, mask, checks):
-        tokens.cpu()
-        compare(shard, tokens, mask, checks)
-
-    with mock.patch.object(RouteShard, "_compare_tokens", reading):
-        yield
 
 
 @on_ranks(1)

@@ -17,10 +17,6 @@ STEPS, BY_NIGHT = 2, 20
 pytestmark = pytest.mark.slow
 
 
-def test_what_cannot_be_converted_is_refused():
-    run("pipeline_checks.refuses_what_cannot_be_converted")
-
-
 @pytest.mark.parametrize(
     ("ranks", "split"),
     [(4, (1, 2, 2)), pytest.param(4, (2,), marks=pytest.mark.exhaustive)],
@@ -121,12 +117,6 @@ def test_the_canary_ends_a_run_whose_engine_lacks_one_experts_weights(four, tmp_
         ended[0][1],
     ), ended[0][1]
     assert ended[1][1] == ""
-
-
-def test_a_sync_that_fails_half_way_ends_all_ranks(four, tmp_path):
-    first, other = run("pipeline_checks.trains", str(begun(four(STEPS), tmp_path)), None, (2,), 1, "FullDisk", ranks=2)
-    assert first == (1, "the run ends: EngineError: no space left\n")
-    assert other == (1, "")
 
 
 @pytest.mark.exhaustive

@@ -1,14 +1,11 @@
 """Padding stays out of auxiliary losses and expert-bias counters, and the switch says whose selection they count."""
 
-import numpy as np
 import pytest
 import torch
 
-from foreroute.errors import BatchMismatchError
-from foreroute.layout import pad
 from tests.adapters.megatron.forked_ranks import on_ranks
 from tests.adapters.megatron.one_rank import GATES, MegatronSubject, model
-from tests.replay.session_subject import batch_of, foreign, map_of, recorded, refuses, replayed, same, step
+from tests.replay.session_subject import batch_of, foreign, map_of, recorded, replayed, same, step
 
 BATCH = batch_of(9, 5)
 LOSSES = {
@@ -73,24 +70,6 @@ def test_expert_bias_counts_what_the_switch_says_and_no_padding():
             with torch.no_grad():
                 replayed(on, trace, BATCH, counts=counts)
             assert torch.equal(router.local_tokens_per_expert, wanted_E), "a forward-only pass was counted"
-
-
-@pytest.mark.slow
-@on_ranks(1)
-def test_left_padding_is_told_by_a_layout():
-    on = Unmasked(model())
-    trace, width = foreign(on.routed.spec, BATCH), BATCH.ids_BT.shape[1]
-    rolled = [row.roll(width - length) for row, length in zip(BATCH.ids_BT, BATCH.lengths, strict=True)]
-    left, layout = BATCH._replace(ids_BT=torch.stack(rolled)), pad(trace.lengths, side="left", order="sbhd", to=width)
-    for given in ((trace, layout), (on.routed.shard(trace, layout),)):
-        with on.given() as maps, on.routed.replay(*given):
-            on.run(left)
-        assert len(maps) == trace.spec.num_layers
-        for column, map_BTE, _ in maps:
-            wanted_BTE = map_of(trace, BATCH, column)
-            for s, length in enumerate(BATCH.lengths):
-                assert np.array_equal(map_BTE[s, width - length :], wanted_BTE[s, :length])
-    refuses(BatchMismatchError, "padded.*layout", lambda: replayed(on, trace, left))
 
 
 def counted_E(trace, scores_RE, counts):
