@@ -16,7 +16,8 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from foreroute.ep.execution import CellWork
 from foreroute.ep.replicas import Replicas
-from foreroute.ep.transfer.engine import TransferOptions
+from foreroute.ep.transfer.engine import TransferEngine, TransferOptions
+from tests.ep.asking import asking
 from tests.ep.transfer.plans import least_fetches_L, loads_MLG, random_plan, split_plan, static_plan
 from tests.roundings import GRADIENT_TERMS, roundings
 
@@ -329,6 +330,33 @@ def check_executions_of_one_step_take_up_weights_once_and_anew_behind_an_update(
         found.append([record.kind for record in execution.transfers].count("publish"))
     s.routed.use(TransferOptions())
     assert found == [1, 0, 1, 0, 1, 1]
+
+
+def check_rows_are_launched_before_the_weights_of_their_cell(make):
+    """On one communicator they would wait behind these."""
+    log, all_to_all, fetch = [], dist.all_to_all_single, TransferEngine.fetch
+    s = make()
+    with (
+        mock.patch.object(dist, "all_to_all_single", lambda *a, **k: log.append("rows") or all_to_all(*a, **k)),
+        mock.patch.object(TransferEngine, "fetch", lambda engine, cell: log.append("weights") or fetch(engine, cell)),
+        s.execute(),
+    ):
+        s.update()
+    s.gradients()
+    assert log.count("weights") >= MICRO_STEPS
+    assert all(log[place - 1] == "rows" for place, what in enumerate(log) if what == "weights"), log
+
+
+def check_ranks_ask_each_other_on_entering_and_leaving_alone(make):
+    """Once each, and not at all in the passes of an execution that is not the first."""
+    s = make()
+    run(s, 0, 1)
+    with asking() as asked, s.execute():
+        found = [asked.count("all_gather")]
+        s.update()
+        found.append(asked.count("all_gather"))
+    s.gradients()
+    assert [*found, asked.count("all_gather")] == [1, 1, 2], asked
 
 
 def check_parameters_that_were_replaced_are_refused(make):

@@ -1,7 +1,6 @@
 """What the host path takes, page-locks and waits for, against counts from the plan; and what closing it waits for."""
 
-from contextlib import ExitStack, chdir, closing, nullcontext
-from pathlib import Path
+from contextlib import ExitStack, closing, nullcontext
 from types import SimpleNamespace
 from unittest.mock import patch
 
@@ -9,7 +8,6 @@ import numpy as np
 import torch
 
 from foreroute.ep.transfer import host_memory
-from foreroute.ep.transfer.engine import TransferOptions
 from tests.ep.transfer.plans import random_plan
 from tests.ep.transfer.toy import begin, make_engine
 
@@ -37,35 +35,6 @@ def sent_in(plan, node):
 
 def num_sent(plan, node):
     return len({(layer, expert) for layer, expert, *_ in sent_in(plan, node)})
-
-
-def mapped_bytes(folder):
-    lines = [line for line in Path("/proc/self/maps").read_text().splitlines() if f"{folder}/foreroute-" in line]
-    return sum(-int(np.subtract(*(int(end, 16) for end in line.split()[0].split("-")))) for line in lines)
-
-
-def taken(rank, plans, folders):
-    """Bytes of its node's memory that the process has after each step."""
-    folder, found = folders[rank // 2], []
-    here = TransferOptions(paths="host", shared_memory=Path())
-    with chdir(folder), closing(engine_of(plans[0], rank, here)) as engine:
-        for step, plan in enumerate(plans):
-            begin(engine, step, plan)
-            found.append(mapped_bytes(folder))
-    return found
-
-
-def test_memory_of_its_node_is_taken_for_experts_that_are_sent_and_used_again_in_later_steps(workers, tmp_path):
-    """A path leads elsewhere on each node, as on two machines."""
-    few, more = (random_plan(seed, ranks=4, per_node=2, slots=slots) for seed, slots in ((0, 1), (1, 3)))
-    plans = [few, more, few]
-    folders = [tmp_path / "first", tmp_path / "second"]
-    for folder in folders:
-        folder.mkdir()
-    for rank, found in enumerate(workers(4).run(taken, plans, folders)):
-        numbers = [num_sent(plan, rank // 2) for plan in plans]
-        assert 0 < numbers[0] < numbers[1] < 3 * 4
-        assert found == [EXPERT_BYTES * max(numbers[: step + 1]) for step in range(3)]
 
 
 def published(rank, plans, steps):

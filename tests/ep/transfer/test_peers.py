@@ -10,8 +10,6 @@ import torch
 import torch.distributed as dist
 
 from foreroute.ep.agreement import RankConsensus
-from foreroute.ep.transfer import peers as transfer_peers
-from foreroute.ep.transfer.peers import PeerGroup, collective_errors
 from foreroute.ep.transfer.transfers import Transfer
 from foreroute.errors import TransferError
 from tests.ep.transfer.toy import peers
@@ -43,19 +41,6 @@ def test_what_was_posted_is_sent_although_its_sender_lets_go_of_it(workers):
     assert arrived == [[10.0] * 3, [11.0] * 3]
 
 
-def groups_of_peers(rank):
-    """Whether they are the model's own group: on gloo, and where NCCL would carry a GPU's tensors."""
-    own = [PeerGroup(timeout_s=20).group]
-    with patch.object(transfer_peers, "has_nccl", lambda group: True):
-        own += [PeerGroup(timeout_s=20).group, PeerGroup(ranks=[0, 1], timeout_s=20).group]
-    return [group is dist.group.WORLD for group in own]
-
-
-def test_on_nccl_transfers_share_the_communicator_of_the_model(workers):
-    """Some ranks of it alone have one of their own."""
-    assert workers(2).run(groups_of_peers) == [[False, True, False]] * 2
-
-
 def connect_a_device(rank, config):
     """What the first call on a group is made with: a device that NCCL would carry, and that this machine lacks."""
     called = []
@@ -71,27 +56,6 @@ def test_the_first_call_on_a_communicator_is_with_the_device_of_the_experts(work
     assert workers(2).run(connect_a_device, "cpu:gloo,meta:nccl") == [["meta"]] * 2
     for outcome in workers(2).outcomes(connect_a_device, "cpu:gloo,meta:gloo"):
         assert "experts are on meta, and gloo carries no tensors of it" in outcome.message
-
-
-def misuse(rank):
-    """Errors of a collective that no lost rank is the cause of: before anything is sent, and in a peer's message."""
-    group, told = peers().group, []
-    for what in ([torch.zeros(3), torch.zeros(2)], [torch.zeros(2), torch.zeros(2)]):
-        try:
-            with collective_errors("gathering", group):
-                if len(what[0]) == 3:
-                    dist.all_gather(what, torch.zeros(2), group=group)
-                else:
-                    raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB")
-        except RuntimeError as error:
-            told.append(f"{type(error).__name__}: {error}")
-    return told
-
-
-def test_an_error_that_no_lost_rank_has_caused_keeps_its_own_message(workers):
-    for shape, memory in workers(2).run(misuse):
-        assert shape.startswith("RuntimeError: ProcessGroupGloo::allgather: invalid tensor size")
-        assert memory.startswith("OutOfMemoryError: CUDA out of memory")
 
 
 WAITED_S = 0.5
