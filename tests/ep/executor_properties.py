@@ -5,7 +5,6 @@ Ranks run it: whatever is wrong on one of them ends all of them alike.
 
 import traceback
 from abc import ABC, abstractmethod
-from dataclasses import replace
 from functools import cache
 from unittest import mock
 
@@ -130,14 +129,8 @@ EARLY = {
     "PlanError: the plan is for 4 ranks, and 2 are here": lambda s: enter(s, random_plan(0, ranks=4, slots=0)),
     "PlanError: ranks hold different plans": lambda s: enter(s, split_plan(5 + s.rank, s.counts_MLGE, s.plan.home_LE)),
     "PlanError: ranks hold different plans (rank 0: step 0, plan ": lambda s: enter(s, step=s.rank),
-    "PlanError: ranks hold different plans (": lambda s: enter(
-        s, replace(s.plan, gains={"recompute": 0.5, "update": 0.5 * s.rank})
-    ),
     "PlanError: rank 1: the plan is 5; expected what plan() or load_plan() gives": lambda s: enter(
         s, 5 if s.rank else s.plan
-    ),
-    "PlanError: rank 1: what was planned is given as 5; expected counts or traces": lambda s: enter(
-        s, counts=5 if s.rank else None
     ),
     "PlanError: without a plan, whose packing counts traces, expected what gather_counts() gives": lambda s: enter(
         s, None, counts=s.traces

@@ -3,7 +3,6 @@
 Each test stands behind the function that worker processes run for it.
 """
 
-from dataclasses import replace
 from unittest.mock import patch
 
 import numpy as np
@@ -12,38 +11,10 @@ import torch
 
 from foreroute.ep import execution
 from tests.adapters.hf.model_runs import log_probs
-from tests.ep.executor_properties import distance
 from tests.ep.spread_steps import LAYERS, MICRO_STEPS, SpreadStep, compile_layers, differing
 from tests.ep.test_refusals import without_route
 from tests.ep.transfer.plans import split_plan, static_plan
-from tests.roundings import GRADIENT_TERMS, require_rounded, roundings
-
-
-def padded(rank, folder):
-    """Largest output of routed experts for padding, without a plan and under one."""
-    s, outputs = SpreadStep(rank, folder), []
-    experts = s.model.model.layers[-1].mlp.experts
-    is_padding = [~batch["attention_mask"].bool().reshape(-1) for batch in s.batches]
-
-    def forwards():
-        outputs.clear()
-        hook = experts.register_forward_hook(lambda module, args, out: outputs.append(out))
-        with torch.no_grad():
-            for m in range(MICRO_STEPS):
-                s.log_probs(m)
-        hook.remove()
-        return [float(out[of].abs().max()) for out, of in zip(outputs, is_padding, strict=True)]
-
-    padding = forwards()
-    with s.execute():
-        return padding, forwards()
-
-
-@pytest.mark.slow
-def test_padding_gets_zeros_from_routed_experts_under_a_plan(workers, folder_of):
-    for padding, under_plan in workers(2).run(padded, folder_of()):
-        assert min(padding) > 0.01
-        assert under_plan == [0.0] * MICRO_STEPS
+from tests.roundings import require_rounded
 
 
 def with_rows_that_no_plan_knows(rank, folder):
@@ -74,33 +45,6 @@ def test_rows_without_a_route_that_others_depend_on_are_counted_when_they_run(wo
         assert exchanged == MICRO_STEPS * LAYERS
         for one, other in zip(planned, unplanned, strict=True):
             require_rounded(one, other)
-
-
-def with_nothing_for_a_rank(rank, folder):
-    """A step at home, and by a plan in whose first cell a rank gets no row and no replica, and the other has one."""
-    s = SpreadStep(rank, folder)
-    num_home = s.routed.spec.num_experts // 2
-    picks_K = np.arange(s.routed.spec.top_k, dtype=np.uint8)
-    # experts of rank 1 alone
-    s.traces = [
-        replace(each, expert_ids_NLK=num_home + (each.expert_ids_NLK[..., :1] + picks_K) % num_home)
-        for each in s.traces
-    ]
-    s.counts_MLGE = s.routed.gather_counts(s.traces)
-    plans = (split_plan(seed, s.counts_MLGE, s.routed.home_LE, slots=1) for seed in range(100))
-    idle = next(plan for plan in plans if set(plan.cell(0, 0).rank_R.tolist()) == {1})
-    found = []
-    for plan in (None, idle):
-        with s.execute(plan):
-            found.append((s.update(), s.gradients()))
-    return found
-
-
-@pytest.mark.slow
-def test_nothing_may_come_to_a_rank_while_others_have_replicas(workers, folder_of):
-    for (losses, grads), (planned_losses, planned_grads) in workers(2).run(with_nothing_for_a_rank, folder_of()):
-        assert planned_losses == pytest.approx(losses, rel=1e-5)
-        assert distance(planned_grads, grads) < roundings(GRADIENT_TERMS, torch.float32)
 
 
 def compiled_layers(rank, folder, backend, is_before):

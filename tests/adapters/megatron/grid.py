@@ -173,6 +173,7 @@ EXECUTED = {
         under("random", 4, OVERLAPPING, recompute="block"),
         under("random", 4, DISTRIBUTED, recompute="selective", packed=True),
         under("static", 4, DISTRIBUTED, recompute="block", **GATHERED),
+        under("planned", 4, {"optimizer": "distributed", "told": (*OVERLAP, ("overlap_param_gather", True))}),
     ],
 }
 """By split, what runs in the same processes."""

@@ -9,21 +9,14 @@ import tempfile
 from pathlib import Path
 from unittest import mock
 
-import numpy as np
 import torch
 import torch.distributed as dist
 import transformers
-from megatron.core import parallel_state
-from safetensors.torch import load_file
 
-from examples.pipeline import sync, train
-from examples.pipeline.policy import Policy, make_checkpoint
+from examples.pipeline import train
 from foreroute.adapters.checkpoint import FolderWriter, quiet_transformers
 from foreroute.engines.embedded import EmbeddedEngine
-from foreroute.testing.models import same_bits
 from tests.adapters.megatron.test_home_checkpoints import children_allowed
-
-LOST = "model.layers.2.mlp.experts.5.down_proj.weight"
 
 
 class TransformersEngine:
@@ -45,17 +38,6 @@ class TransformersEngine:
 
     def close(self):
         pass
-
-
-class LosingEngine(TransformersEngine):
-    """Keeps the first value of one weight, as an engine does that skips a name."""
-
-    def __init__(self, checkpoint):
-        super().__init__(checkpoint)
-        self.first = load_file(checkpoint / "model.safetensors")[LOST]
-
-    def load_weights(self, named, version):
-        super().load_weights(((n, self.first if n == LOST else weight) for n, weight in named), version)
 
 
 def read(folder):
@@ -91,28 +73,3 @@ def dies(folder, rollouts, split, steps, dying):
 
     with mock.patch.object(train, "average_gradients", killed):
         return trains(folder, rollouts, split, steps)
-
-
-def exports(folder, split):
-    """Weights as they were loaded, at homes and away: bit for bit; and with homes that are taken for granted."""
-    checkpoint, rank = Path(folder), dist.get_rank()
-    train.Split(*split).initialize()
-    sync.on_first_rank(lambda: make_checkpoint(checkpoint))
-    policy = Policy.of(checkpoint, torch.float32)
-    wanted = load_file(checkpoint / "model.safetensors")
-    assert not differing(dict(policy.exported()), wanted)
-    policy.routed.move_homes(np.random.default_rng(0).permuted(policy.routed.block_home_LE, axis=1), None)
-    assert not differing(dict(policy.exported()), wanted)
-    with mock.patch.object(type(policy.routed), "home_LE", policy.routed.block_home_LE):
-        wrong = differing(dict(policy.exported()), wanted)
-    has_homes = parallel_state.get_expert_model_parallel_world_size() > 1
-    assert any(".experts." in name for name in wrong) == (has_homes and rank == 0), wrong
-
-
-def differing(exported, wanted):
-    """On the first rank, which has all of them."""
-    if dist.get_rank():
-        assert not exported
-        return []
-    assert exported.keys() == wanted.keys()
-    return [name for name in wanted if not same_bits(exported[name], wanted[name])]

@@ -41,18 +41,8 @@ def test_every_block_of_the_page_runs():
 @pytest.mark.slow
 @on_ranks(2)
 def test_the_example_trains_on_two_ranks():
-    require_trained()
-
-
-@pytest.mark.exhaustive
-@on_ranks(2)
-def test_the_example_trains_on_two_stages():
-    require_trained("--pipeline", "2")
-
-
-def require_trained(*arguments):
     seen = r"^step \d: .*k3 on own routes (\S+), k3 on the engine's (\S+),.* planned (\S+), executed (\S+)$"
-    printed = gather_objects(run_example("--steps", "2", *arguments), dist.group.WORLD)
+    printed = gather_objects(run_example("--steps", "2"), dist.group.WORLD)
     lines = re.findall(seen, "".join(printed), re.MULTILINE)
     assert len(lines) == 2, printed
     native, replayed, *_ = (sum(map(float, column)) for column in zip(*lines, strict=True))

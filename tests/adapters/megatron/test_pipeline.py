@@ -8,21 +8,12 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from foreroute.testing.ranks import environment, torchrun
-from tests.adapters.megatron.forked_ranks import ROOT, run
+from tests.adapters.megatron.forked_ranks import run
 
 CLOSE = 1e-9
 STEPS, BY_NIGHT = 2, 20
 
 pytestmark = pytest.mark.slow
-
-
-@pytest.mark.parametrize(
-    ("ranks", "split"),
-    [(4, (1, 2, 2)), pytest.param(4, (2,), marks=pytest.mark.exhaustive)],
-)
-def test_exported_weights_are_the_trainers_bit_for_bit(tmp_path, ranks, split):
-    run("pipeline_checks.exports", str(tmp_path / "checkpoint"), split, ranks=ranks)
 
 
 @pytest.fixture(scope="module")
@@ -105,31 +96,6 @@ def test_a_dead_rank_ends_the_run_with_one_message_and_it_goes_on_as_if_nothing_
     assert metrics(dead) == [{n: v for n, v in step.items() if n not in canary} for step in metrics(folder)]
     of_four, of_this = (load_file(f / "trained" / "model.safetensors") for f in (folder, dead))
     assert all(torch.equal(of_four[name], weight) for name, weight in of_this.items())
-
-
-def test_the_canary_ends_a_run_whose_engine_lacks_one_experts_weights(four, tmp_path):
-    folder = str(begun(four(STEPS), tmp_path))
-    ended = run("pipeline_checks.trains", folder, None, (), 3, "LosingEngine", ranks=2, timeout=600)
-    assert [code for code, _ in ended] == [1, 1]
-    assert re.fullmatch(
-        r"the run ends: EngineError: engine and trainer are \S+ nats apart at a token of the canary, after the sync of "
-        r"version 1; (.|\n)*",
-        ended[0][1],
-    ), ended[0][1]
-    assert ended[1][1] == ""
-
-
-@pytest.mark.exhaustive
-def test_a_real_vllm_samples_for_four_ranks(tmp_path, vllm_python):
-    arguments = (tmp_path / "run", "--vllm-python", vllm_python, "--pipeline", "2", "--steps", "3")
-    done = torchrun(4, "-m", "examples.pipeline.train", *arguments, timeout=300, cwd=ROOT, env=environment())
-    assert done.returncode == 0, done.stderr[-3000:]
-    for step in metrics(tmp_path / "run"):
-        assert step["disagreement"] == 0
-        assert step["k3"] < 1e-9
-        assert step["canary_nats"] < 1e-4
-        assert step["executed"] == step["planned"]
-    assert len(metrics(tmp_path / "run")) == 3
 
 
 def metrics(folder):

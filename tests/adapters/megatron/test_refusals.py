@@ -5,14 +5,12 @@ import re
 import torch
 from megatron.core.transformer.moe import router as routers
 from megatron.core.transformer.moe.router import TopKRouter
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import fully_shard
 
 from foreroute.adapters import megatron
 from foreroute.errors import AttachError
 from tests.adapters.megatron.forked_ranks import on_ranks
 from tests.adapters.megatron.one_rank import MegatronSubject, model
-from tests.replay.session_subject import batch_of, foreign, refuses, require_followed, step
+from tests.replay.session_subject import batch_of, refuses
 
 SETTINGS = [
     ({"moe_router_fusion": True}, "moe_router_fusion"),
@@ -47,26 +45,6 @@ def test_settings_that_bypass_or_change_the_selection():
         refuses(
             AttachError, f"decoder.layers.0.mlp.router .*{re.escape(said)}", lambda built=built: megatron.attach(built)
         )
-
-
-class Hashing(TopKRouter):
-    def routing(self, logits, padding_mask=None):
-        return super().routing(logits.flip(-1), padding_mask)
-
-
-@on_ranks(1)
-def test_routers_that_select_in_a_way_of_their_own():
-    built = model()
-    router = built.decoder.layers[2].mlp.router
-    router.__class__ = Hashing
-    refused(built, "layers.2.mlp.router (Hashing) cannot be replayed: it has a routing of its own")
-    router.__class__ = TopKRouter
-    router.routing = lambda logits, padding_mask=None: TopKRouter.routing(router, logits, padding_mask)
-    refused(built, "was replaced on the instance")
-    del router.routing
-    megatron.attach(built)
-    del router.router_replay  # as before 0.16
-    refused(built, "install megatron-core 0.16.1 or newer")
 
 
 @on_ranks(1)
@@ -106,21 +84,6 @@ def test_models_without_routers_or_with_several_decoders():
         ([built, model()], "expected each once"),
     ):
         refused(given, said)
-
-
-@on_ranks(1)
-def test_a_router_that_does_not_run_by_itself():
-    """As one that FSDP has sharded. Attached before that, it is the same module."""
-    mesh, batch = init_device_mesh("cpu", (1,)), batch_of()
-    on = MegatronSubject(model())
-    trace = foreign(on.routed.spec, batch)
-    for part in (on.model, model()):
-        for sharded in (*part.decoder.layers, part):
-            fully_shard(sharded, mesh=mesh)
-    refused(part, "before FSDP shards them")
-    with on.given() as given:
-        step(on, trace, batch)
-    require_followed(given, trace, batch)
 
 
 @on_ranks(1)

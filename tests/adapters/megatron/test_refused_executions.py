@@ -1,8 +1,6 @@
 """Layers that cannot execute plans: each is named with its reason, on all ranks alike where one has such a layer."""
 
 import contextlib
-import warnings
-from unittest import mock
 
 import pytest
 import torch
@@ -12,10 +10,7 @@ from torch.distributed.tensor import DTensor
 
 from foreroute.adapters.megatron.planned_layer import REFUSED_SETTINGS
 from foreroute.errors import PlanError
-from foreroute.plan import Topology
-from foreroute.plan.capabilities import EXECUTES, Ability
-from foreroute.planner import plan
-from tests.adapters.megatron.executed_plans import LINKS, Planned
+from tests.adapters.megatron.executed_plans import Planned
 from tests.adapters.megatron.forked_ranks import on_ranks
 from tests.adapters.megatron.grid import Cell, ExecutionCase
 from tests.adapters.megatron.training_step import moe_layers
@@ -34,34 +29,6 @@ def test_layers_and_settings():
         refused(sharded(expert.linear_fc2), "linear_fc2.weight of its experts is sharded by FSDP")
         for name in REFUSED_SETTINGS:
             refused(said(block.config, name, 2.0), f"{name}=")
-
-
-@on_ranks(2)
-def test_what_megatron_does_not_execute_of_a_plan_is_warned_of():
-    """By its own row of the table: here the other executor could do all."""
-    at = Planned.of(ExecutionCase(Cell(ep=2, layers=2)), kind="static")
-    one_node, nodes = (plan(at.counts_MLGE, Topology(2, per_node, 1, LINKS)) for per_node in (2, 1))
-
-    def lacks(plan):
-        with warnings.catch_warnings(record=True) as caught:
-            warnings.simplefilter("always")
-            with at.routed.execute(plan, at.counts_MLGE, at.shards):
-                at.step()
-        return [text for text in (str(each.message) for each in caught) if "the plan asks for" in text]
-
-    with mock.patch.dict(EXECUTES, hf=frozenset(Ability)):
-        assert lacks(one_node) == []
-        (found,) = lacks(nodes)
-    assert found.startswith(f"the plan asks for {Ability.NODES}")
-
-
-@on_ranks(2)
-def test_experts_in_one_module():
-    with refusing("grouped") as (block, refused):
-        experts = block.experts
-        refused(said(experts, "_with_fused_impl", True), "use_transformer_engine_op_fuser is set")
-        more = {**experts.linear_fc1._parameters, "bias0": torch.nn.Parameter(torch.zeros(2))}
-        refused(said(experts.linear_fc1, "_parameters", more), "linear_fc1.bias0 is no weight of one of its experts")
 
 
 @contextlib.contextmanager

@@ -4,7 +4,6 @@ import dataclasses
 import itertools
 
 import numpy as np
-import pytest
 import torch.distributed as dist
 
 from foreroute.adapters.megatron.recording import gather_objects
@@ -25,24 +24,6 @@ FLIPPED = 0.03
 @on_ranks(2)
 def test_rows_of_tensor_parallel_ranks():
     check_rows(Cell(tp=2, layers=2, packed=True))
-
-
-@pytest.mark.slow
-@on_ranks(2)
-def test_so_they_are_in_other_splits():
-    check_rows(Cell(cp=2, layers=2))
-    # ranks of tensor parallelism that have the same rows
-    check_rows(Cell(tp=2, layers=2, settings=(("sequence_parallel", False),)))
-    check_rows(Cell(cp=2, layers=2, packed=True))
-    # stages of a pipeline; the first of its virtual stages has no router
-    check_rows(Cell(pp=2, vpp=2, settings=(("moe_layer_freq", [0, 1, 1, 1]),)))
-
-
-@pytest.mark.slow
-@on_ranks(4)
-def test_so_they_are_where_ranks_share_rows_in_two_ways_and_layers():
-    check_rows(Cell(cp=2, tp=2, layers=2, packed=True))
-    check_rows(Cell(pp=2, cp=2))
 
 
 def check_rows(cell):

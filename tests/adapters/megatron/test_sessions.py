@@ -30,7 +30,6 @@ from tests.replay.session_subject import (
 )
 
 BATCH = batch_of(9, 9)
-ROWS = sum(BATCH.lengths)
 
 
 def prepared(**settings):
@@ -112,17 +111,3 @@ def test_a_wrapped_step_tells_what_went_wrong():
         refuses(ReplayError, "already replaying", lambda: run(iter([batch]), on.model))
         with ThreadPoolExecutor(1, thread_name_prefix="other") as other_thread:
             refuses(ReplayError, "thread 'other_0'", other_thread.submit(run, iter([batch]), on.model).result)
-
-
-@on_ranks(1)
-def test_a_wrapped_step_adds_up_telemetry():
-    on, other, _ = prepared()
-    own, run = recorded(on, BATCH), on.routed.replaying(Step(on), telemetry=True)
-    for routes in (own, None, own):
-        run(iter([{"ids": BATCH, "routes": routes}]), on.model)
-    assert run.agreement().rows == 2 * ROWS
-    assert not run.agreement().differing_L.any()
-    run(iter([{"ids": BATCH, "routes": other}]), on.model)
-    assert run.agreement().rows == 3 * ROWS
-    assert run.agreement().differing_L.min() > 0
-    assert run.expert_counts_LE().sum() == 3 * ROWS * own.spec.num_layers * own.spec.top_k

@@ -4,19 +4,14 @@ import gc
 import os
 import re
 import signal
-import time
 from contextlib import closing
 from pathlib import Path
 from typing import NamedTuple
 
-import numpy as np
 import pytest
 import torch
-import torch.distributed as dist
 
-from foreroute.ep.agreement import RankConsensus
 from foreroute.ep.transfer.engine import TransferEngine, TransferOptions
-from foreroute.ep.transfer.host_memory import HostMemory, create_file
 from foreroute.ep.transfer.peers import PeerGroup
 from tests.ep.transfer.plans import random_plan
 from tests.ep.transfer.toy import begin, consensus, make_engine, peers, shards, walk
@@ -64,37 +59,6 @@ def is_ours_or_gone(process):
         except FileNotFoundError:
             return True
     return process == os.getpid()
-
-
-def read_late(rank, plan, votes):
-    """The last rank still reads host memory when the first one has new weights to publish."""
-    homes = dict(enumerate(shards(plan, rank)))
-    memory = HostMemory(RankConsensus(timeout_s=20.0), homes, 2)
-    every = plan.home_LE, np.ones((*plan.home_LE.shape, 2), np.bool_)
-    memory.publish(*every)
-    row = memory.expert(0, int(np.flatnonzero(plan.home_LE[0] == 0)[0]))["down_proj"]
-    before, after = row.clone(), 2 * row
-    dist.barrier()
-    with pytest.MonkeyPatch.context() as patch:
-        if not votes:
-            patch.setattr(RankConsensus, "most", lambda consensus, mine, what: mine)
-        if rank == 0:
-            for tensor in homes[0].values():
-                tensor.detach().mul_(2)
-        end = time.monotonic() + (0.5 if votes else 20.0)
-        while rank and torch.equal(row, before) and time.monotonic() < end:
-            time.sleep(0.01)
-        late = row.clone()
-        memory.forget()
-        memory.publish(*every)
-    return torch.equal(late, before), torch.equal(row, after)
-
-
-def test_nothing_is_written_while_another_rank_still_reads(workers):
-    plan = random_plan(0, ranks=2, slots=3)
-    assert workers(2).run(read_late, plan, True) == [(True, True)] * 2
-    assert workers(2).run(read_late, plan, False)[1] == (False, True), "without votes"
-    assert not leaked()
 
 
 @grid(
@@ -158,15 +122,3 @@ def test_what_cannot_begin_on_any_rank_is_refused_on_all_with_one_message(worker
     assert kind == "TransferError"
     assert re.search(words, message)
     assert not leaked()
-
-
-def test_files_of_the_dead_are_removed_and_those_of_the_living_kept(workers, tmp_path):
-    stale = tmp_path / f"foreroute-{os.getuid()}-1-dead"
-    stale.write_bytes(b"x")
-    theirs = tmp_path / f"foreroute-{os.getuid() + 1}-1-dead"
-    theirs.write_bytes(b"x")
-    alive = create_file(tmp_path, 64)
-    assert workers(2).outcomes(look_in, random_plan(0, ranks=2), str(tmp_path)) == [None, None]
-    assert sorted(tmp_path.iterdir()) == sorted([theirs, alive.path])
-    alive.unname()
-    assert list(tmp_path.iterdir()) == [theirs]

@@ -1,7 +1,6 @@
 """What the host path takes, page-locks and waits for, against counts from the plan; and what closing it waits for."""
 
-from contextlib import ExitStack, closing, nullcontext
-from types import SimpleNamespace
+from contextlib import closing
 from unittest.mock import patch
 
 import numpy as np
@@ -59,54 +58,3 @@ def test_a_step_publishes_what_its_plans_send_and_nothing_twice(workers):
         assert found == [sorted(first), sorted(second - first), [], sorted(first)]
         assert first
         assert second - first
-
-
-def locked(rank, plans):
-    """Bytes that the process page-locks in each step, how often it waits for copies, and bytes that stay locked."""
-    registered, waits = {}, []
-    cudart = SimpleNamespace(
-        cudaHostRegister=lambda address, size, _: registered.update({address: size}) or 0,
-        cudaHostUnregister=registered.pop,
-    )
-    stream, found = SimpleNamespace(synchronize=lambda: waits.append("copies")), []
-    with ExitStack() as stack:
-        stack.enter_context(patch.object(host_memory, "device_of", lambda homes: torch.device("cuda", 0)))
-        for name, fake in (
-            ("cudart", lambda: cudart),
-            ("device", lambda _: nullcontext()),
-            ("current_stream", lambda _: stream),
-        ):
-            stack.enter_context(patch.object(torch.cuda, name, fake))
-        with closing(engine_of(plans[0], rank)) as engine:
-            for step, plan in enumerate(plans):
-                begin(engine, step, plan)
-                found.append((sum(registered.values()), len(waits)))
-    return found, sum(registered.values())
-
-
-def test_a_rank_page_locks_what_it_writes_and_reads_and_waits_once_for_all_copies(workers):
-    plan = random_plan(0, ranks=4, slots=1)
-    for rank, (found, stays) in enumerate(workers(4).run(locked, [plan, plan])):
-        used = {(layer, expert) for layer, expert, home, at in sent_in(plan, 0) if rank in (home, at)}
-        assert 0 < len(used) < num_sent(plan, 0)
-        assert found == [(EXPERT_BYTES * len(used), 1), (EXPERT_BYTES * len(used), 2)]
-        assert stays == 0
-
-
-def close_under_way(rank, plan, queries):
-    """What happens when an engine is closed while its stream has not run all it was given."""
-    log, engine = [], engine_of(plan, rank)
-    begin(engine, 0, plan)
-    answers = iter(queries)
-    engine._lane.stream = SimpleNamespace(query=lambda: log.append("asked") or next(answers, False))
-    with patch.object(engine._memory, "close", lambda: log.append("unlocked")):
-        engine.close(seconds=0.05)
-    return log
-
-
-def test_memory_is_unlocked_when_streams_have_run_out_and_left_alone_when_they_do_not(workers):
-    plan = random_plan(0, ranks=2)
-    for log in workers(2).run(close_under_way, plan, [False, False, True]):
-        assert log == ["asked"] * 3 + ["unlocked"]
-    for log in workers(2).run(close_under_way, plan, []):
-        assert set(log) == {"asked"}

@@ -3,7 +3,6 @@
 import re
 import time
 from datetime import timedelta
-from unittest.mock import patch
 
 import pytest
 import torch
@@ -39,23 +38,6 @@ def one_rank_gives_up(rank):
 def test_what_was_posted_is_sent_although_its_sender_lets_go_of_it(workers):
     arrived, _ = workers(2).run(one_rank_gives_up)
     assert arrived == [[10.0] * 3, [11.0] * 3]
-
-
-def connect_a_device(rank, config):
-    """What the first call on a group is made with: a device that NCCL would carry, and that this machine lacks."""
-    called = []
-    with (
-        patch.object(dist, "get_backend_config", lambda group: config),
-        patch.object(dist, "all_reduce", lambda tensor, group: called.append(tensor.device.type)),
-    ):
-        peers().connect(torch.device("meta"))
-    return called
-
-
-def test_the_first_call_on_a_communicator_is_with_the_device_of_the_experts(workers):
-    assert workers(2).run(connect_a_device, "cpu:gloo,meta:nccl") == [["meta"]] * 2
-    for outcome in workers(2).outcomes(connect_a_device, "cpu:gloo,meta:gloo"):
-        assert "experts are on meta, and gloo carries no tensors of it" in outcome.message
 
 
 WAITED_S = 0.5

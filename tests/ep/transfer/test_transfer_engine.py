@@ -3,17 +3,12 @@
 Every path, use of slots and order of passes.
 """
 
-from unittest.mock import Mock
-
-import numpy as np
 import pytest
 import torch
 
-from foreroute.ep.transfer.cells import Cell
 from foreroute.ep.transfer.engine import TransferOptions
-from foreroute.ep.transfer.peers import PeerGroup
 from tests.ep.transfer.plans import random_plan
-from tests.ep.transfer.toy import begin, fetched, hosted, make_engine, shards, walk, weight
+from tests.ep.transfer.toy import make_engine, shards, walk
 from tests.tiers import grid
 
 DIRECT = TransferOptions(paths="direct", prefetch=0)
@@ -60,24 +55,3 @@ def test_all_but_the_first_fetch_had_begun_before_it_was_asked_for(workers):
         for stage in ("recompute", "update", "checkpointed"):
             moved = [r for r in outcome[stage] if r.kind == "fetch" and r.direct_bytes]
             assert [r for r in moved if not r.prefetched] == [r for r in moved[:1] if r.cell[1:] == (0, 0)], stage
-
-
-def fetch_after_a_failure(rank, plan):
-    """The first transfer cannot begin on any rank."""
-    engine = make_engine(plan, rank, DIRECT)
-    begin(engine, 0, plan, updating=False)
-    cell = next(Cell(0, m, n) for m, n in np.argwhere(plan.num_replicas_ML).tolist())
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(PeerGroup, "post", Mock(side_effect=MemoryError("no memory for messages")))
-        with pytest.raises(MemoryError, match=r"memory.*messages"):
-            engine.fetch(cell)
-    found = fetched(engine, cell)
-    experts = hosted(plan.cell(cell.micro_step, cell.layer), rank)
-    engine.close()
-    return [(found[name][i] == weight(name, cell.layer, e)).all() for name in found for i, e in enumerate(experts)]
-
-
-def test_replicas_whose_transfer_could_not_begin_are_not_taken_for_there(workers):
-    outcomes = workers(2).run(fetch_after_a_failure, random_plan(3, ranks=2, sharing="layer"))
-    assert any(outcomes)
-    assert all(all(outcome) for outcome in outcomes)
