@@ -32,10 +32,6 @@ def sent_in(plan, node):
     return found
 
 
-def num_sent(plan, node):
-    return len({(layer, expert) for layer, expert, *_ in sent_in(plan, node)})
-
-
 def published(rank, plans, steps):
     """Experts that this rank writes as each plan begins."""
     found = []
