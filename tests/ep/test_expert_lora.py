@@ -21,8 +21,6 @@ from tests.ep.transfer.plans import split_plan
 MATRICES = ["experts.gate_up_proj", "experts.down_proj"]
 WITHIN = 1e-12
 """Of values near 1 in float64, which are sums of some hundred terms at most."""
-RATE, LEAST = 1e-2, 1e-4
-"""Of AdamW, which divides what is left of a gradient by no less than the latter."""
 ONE_GROUP = (2, {"fsdp_size": 2, "ep_size": 2})
 TWO_GROUPS = (4, {"fsdp_size": 4, "ep_size": 2})
 COPIES = (4, {"dp_replicate_size": 2, "fsdp_size": 2, "ep_size": 2})
