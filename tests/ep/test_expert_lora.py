@@ -23,7 +23,6 @@ WITHIN = 1e-12
 """Of values near 1 in float64, which are sums of some hundred terms at most."""
 ONE_GROUP = (2, {"fsdp_size": 2, "ep_size": 2})
 TWO_GROUPS = (4, {"fsdp_size": 4, "ep_size": 2})
-COPIES = (4, {"dp_replicate_size": 2, "fsdp_size": 2, "ep_size": 2})
 PLAN = 3
 """The seed of random replicas and splits; None for every expert at its home."""
 
@@ -114,7 +113,6 @@ def trained(rank, family, folder, sizes):
         pytest.param("qwen3_moe", ONE_GROUP, marks=pytest.mark.exhaustive, id="one_group"),
         pytest.param("gpt_oss", ONE_GROUP, marks=pytest.mark.slow, id="transposed"),
         pytest.param("qwen3_moe", TWO_GROUPS, marks=pytest.mark.exhaustive, id="two_groups"),
-        pytest.param("qwen3_moe", COPIES, marks=pytest.mark.exhaustive, id="copies"),
     ],
 )
 def test_logits_and_gradients_are_those_of_one_process(workers, folder_of, family, layout):
