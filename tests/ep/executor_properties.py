@@ -5,6 +5,7 @@ Ranks run it: whatever is wrong on one of them ends all of them alike.
 
 import traceback
 from abc import ABC, abstractmethod
+from dataclasses import replace
 from functools import cache
 from unittest import mock
 
@@ -16,6 +17,8 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from foreroute.ep.execution import CellWork
 from foreroute.ep.replicas import Replicas
 from foreroute.ep.transfer.engine import TransferEngine, TransferOptions
+from foreroute.layout import pack_sequences
+from foreroute.testing.routes import synthetic_trace
 from tests.ep.asking import asking
 from tests.ep.transfer.plans import least_fetches_L, loads_MLG, random_plan, split_plan, static_plan
 from tests.roundings import GRADIENT_TERMS, roundings
@@ -125,6 +128,14 @@ def with_routers_that_did_otherwise(s):
         run(s, 0, 1)
 
 
+def with_packing(plan):
+    return replace(plan, packing=pack_sequences([3] * 4, 2, 3), tokens_digest="0" * 32)
+
+
+def other(s):
+    return synthetic_trace(s.routed.spec, [3] * 4, seed=0)
+
+
 EARLY = {
     "PlanError: the plan is for 4 ranks, and 2 are here": lambda s: enter(s, random_plan(0, ranks=4, slots=0)),
     "PlanError: ranks hold different plans": lambda s: enter(s, split_plan(5 + s.rank, s.counts_MLGE, s.plan.home_LE)),
@@ -144,6 +155,7 @@ EARLY = {
     "PlanError: the plan is for 2 routed layers of 8 experts, the model has 3 of 8": lambda s: enter(
         s, static_plan(s.counts_MLGE[:, :2]), s.counts_MLGE[:, :2]
     ),
+    "CountsError: rank 0: the plan was made for tokens with digest": lambda s: enter(s, with_packing(s.plan), other(s)),
     "CountsError: rank 1: counts have digest": lambda s: enter(s, counts=s.counts_MLGE + s.rank),
     "CountsError: counts are int32 [1, 3, 2, 8], the plan is for integers [2, 3, 2, 8]": lambda s: enter(
         s, counts=s.counts_MLGE[:1]
@@ -324,18 +336,21 @@ def check_executions_of_one_step_take_up_weights_once_and_anew_behind_an_update(
 
 
 def check_rows_are_launched_before_the_weights_of_their_cell(make):
-    """On one communicator they would wait behind these."""
-    log, all_to_all, fetch = [], dist.all_to_all_single, TransferEngine.fetch
+    """On one communicator they would wait behind these. Gradients of weights go home before rows are sent back."""
+    log, all_to_all, fetch, send = [], dist.all_to_all_single, TransferEngine.fetch, TransferEngine.return_grads
     s = make()
     with (
         mock.patch.object(dist, "all_to_all_single", lambda *a, **k: log.append("rows") or all_to_all(*a, **k)),
         mock.patch.object(TransferEngine, "fetch", lambda engine, cell: log.append("weights") or fetch(engine, cell)),
+        mock.patch.object(TransferEngine, "return_grads", lambda *given: log.append("gradients") or send(*given)),
         s.execute(),
     ):
         s.update()
     s.gradients()
     assert log.count("weights") >= MICRO_STEPS
     assert all(log[place - 1] == "rows" for place, what in enumerate(log) if what == "weights"), log
+    assert log.count("gradients") >= MICRO_STEPS
+    assert all(log[place + 1] == "rows" for place, what in enumerate(log) if what == "gradients"), log
 
 
 def check_ranks_ask_each_other_on_entering_and_leaving_alone(make):

@@ -6,6 +6,7 @@ worker processes run for it.
 
 from unittest.mock import patch
 
+import numpy as np
 import peft
 import pytest
 import torch
@@ -13,14 +14,20 @@ import torch.distributed as dist
 
 from foreroute.adapters import hf
 from foreroute.ep.compute import StackedReplicas
+from foreroute.errors import AttachError, PlacementError
 from foreroute.testing.models import tiny
 from tests.adapters.hf.model_runs import batch_of, random_routes
-from tests.ep.spread_models import load_spread, run
+from tests.ep.spread_models import load_spread, run, sharded
 from tests.ep.transfer.plans import split_plan
 
 MATRICES = ["experts.gate_up_proj", "experts.down_proj"]
 WITHIN = 1e-12
 """Of values near 1 in float64, which are sums of some hundred terms at most."""
+
+
+RATE, LEAST = 1e-2, 1e-4
+"""Of AdamW, which divides what is left of a gradient by no less than the latter."""
+
 ONE_GROUP = (2, {"fsdp_size": 2, "ep_size": 2})
 TWO_GROUPS = (4, {"fsdp_size": 4, "ep_size": 2})
 PLAN = 3
@@ -126,6 +133,52 @@ def test_logits_and_gradients_are_those_of_one_process(workers, folder_of, famil
         assert {shape[0] for shape in shapes} == {per_owner}
 
 
+def lived(rank, folder):
+    """How far off one process adapters are, whatever they do; and what they do."""
+    pair = Pair(rank, "qwen3_moe", folder, ONE_GROUP[1])
+    models, found = (pair.model, pair.alone), {}
+    optimizers = [
+        torch.optim.AdamW(each.parameters(), lr=RATE, eps=LEAST) for each in (sharded(pair.model), pair.alone)
+    ]
+    found["trained"] = pair.step(optimizers, PLAN)
+    given = {
+        "on": lambda model: None,
+        "merged": lambda model: model.merge_adapter(),
+        "unmerged": lambda model: model.unmerge_adapter(),
+        "other": lambda model: model.set_adapter("other"),
+        "off": lambda model: model.base_model.disable_adapter_layers(),
+        "on again": lambda model: model.base_model.enable_adapter_layers(),
+    }
+    logits = {}
+    for way, switch in given.items():
+        for model in models:
+            switch(model)
+        for plan in ((), (PLAN,)):
+            logits[way], alone = pair.logits(*plan)
+            found[way, plan] = float((logits[way] - alone).abs().max())
+    found["other trained"] = pair.step(optimizers, PLAN)
+    pair.routed.move_homes(np.random.default_rng(0).permuted(pair.routed.home_LE, axis=1), optimizers[0])
+    for refused in (pair.model.state_dict, lambda: hf.spread_adapters(pair.model)):
+        with pytest.raises(PlacementError):
+            refused()
+    found["moved"] = max(pair.step(optimizers, PLAN + step) for step in range(2))
+    pair.routed.move_homes(pair.routed.block_home_LE, optimizers[0])
+    found["back"] = pair.step(optimizers)
+    pair.model, pair.alone = (each.unload() for each in models)
+    logits["unloaded"], alone = pair.logits(PLAN)
+    found["unloaded"] = float((logits["unloaded"] - alone).abs().max())
+    return found, logits
+
+
+@pytest.mark.slow
+def test_adapters_are_trained_switched_merged_moved_and_unloaded_as_on_one_process(workers, folder_of):
+    for found, logits in workers(2).run(lived, folder_of("qwen3_moe")):
+        assert {way: off < WITHIN for way, off in found.items()} == dict.fromkeys(found, True), found
+        differ = [float((logits["on"] - logits[way]).abs().max()) for way in ("merged", "other", "off", "unloaded")]
+        assert differ[0] < WITHIN
+        assert min(differ[1:]) > 1e-3, "the control: they do something"
+
+
 def saved(rank, folder, written):
     """Write adapters; take up others, twice as large; whether those are there."""
     model = hf.spread_adapters(with_lora(load_spread(folder, dtype=torch.float64)))
@@ -145,3 +198,41 @@ def test_peft_loads_what_ranks_save_together_and_ranks_load_it(workers, folder_o
     expected = factors_of(with_lora(base_of("qwen3_moe")))
     assert len(expected) == 2 * 2 * 2 * 3
     assert all(torch.equal(each, expected[name]) for name, each in factors_of(loaded).items())
+
+
+def refused(rank, folder):
+    """What is said of adapters that are not spread, are added later, or are none that can be spread."""
+
+    def said(function, *args, **kwargs):
+        with pytest.raises(AttachError) as raised:
+            function(*args, **kwargs)
+        return str(raised.value)
+
+    def spread():
+        return load_spread(folder, dtype=torch.float64)
+
+    model, batch = with_lora(spread()), batch_of(9, seed=rank)
+    found = [said(hf.attach, model)]
+    hf.spread_adapters(model)
+    model.add_adapter("late", model.peft_config["default"])
+    model(**batch)
+    model.set_adapter("late")
+    found.append(said(model, **batch))
+    hf.spread_adapters(model)(**batch)
+    found.append(said(hf.spread_adapters, spread()))
+    found.append(said(hf.spread_adapters, with_lora(base_of("gpt_oss"))))
+    found.append(said(hf.spread_adapters, with_lora(spread(), parameters=["experts.down_proj_bias"])))
+    return found
+
+
+@pytest.mark.slow
+def test_adapters_that_are_not_spread_are_refused_and_by_name(workers, folder_of):
+    for found in workers(2).run(refused, folder_of("gpt_oss")):
+        assert "is wrapped by ParamWrapper of down_proj_bias; expected LoRA of PEFT 0.21 on gate_up_proj" in found.pop()
+        assert [each.partition(";")[0] for each in found] == [
+            "adapter default of gate_up_proj has the factors of all experts here, where only some experts are",
+            "adapter late of down_proj has the factors of all experts here, where only some experts are",
+            "no experts of this FSDPGptOssForCausalLM have adapters and are spread by foreroute",
+            "no experts of this PeftModel have adapters and are spread by foreroute",
+        ]
+        assert all("call hf.spread_adapters(model)" in each for each in found[:2])

@@ -3,11 +3,14 @@
 Batches have a route for every row: others are not sent, and kernels may round in other tiles what is left.
 """
 
+from unittest.mock import patch
+
 import pytest
 import torch
+from torch import nn
 
 from foreroute.adapters import hf
-from foreroute.errors import ForerouteError
+from foreroute.errors import ForerouteError, PlanError
 from tests.adapters.hf.families import FAMILIES, build
 from tests.ep.executor_properties import distance
 from tests.ep.spread_models import load_spread, run
@@ -106,3 +109,29 @@ def test_bits_are_those_of_all_to_all_and_replicas_differ_by_roundings(workers, 
         else:
             assert list(equal) == ["no plan", "known splits", "static", "replicas"]
             assert max(off) < roundings(GRADIENT_TERMS), off
+
+
+def refused_replicas(rank, folder):
+    """What is said of experts with a parameter that no replica computes with, and with one that is not trained."""
+    model = load_spread(folder)
+    routed, tokens = hf.attach(model), torch.ones(1, 5, dtype=torch.long)
+    with routed.record() as recording, torch.no_grad():
+        model(input_ids=tokens, use_cache=False)
+    traces, said = [recording.trace()], []
+    counts_MLGE, parameters = routed.gather_counts(traces), routed.spread.layers[1].experts._parameters
+    plan = split_plan(1, counts_MLGE, routed.home_LE)
+    for name, each in (("scale", torch.ones(4)), ("down_proj", torch.ones(4, 32, 24, dtype=torch.int8))):
+        with patch.dict(parameters, {name: nn.Parameter(each, requires_grad=False)}):
+            if name == "scale":
+                step(model, tokens, routed.execute(None, counts_MLGE, traces), routed.replay(traces[0]))
+            with pytest.raises(PlanError) as refused, routed.execute(plan, counts_MLGE, traces):
+                raise AssertionError("it has begun")
+        said.append(str(refused.value))
+    return said
+
+
+@pytest.mark.slow
+def test_experts_that_are_no_replicas_are_refused_by_name_and_run_at_home(workers, folder_of):
+    for scale, down in workers(2).run(refused_replicas, folder_of()):
+        assert "model.layers.1.mlp.experts.scale is none of gate_up_proj, up_proj and down_proj, and no _bias" in scale
+        assert "model.layers.1.mlp.experts.down_proj is torch.int8; expected one of float64, float32" in down

@@ -1,5 +1,7 @@
 """Sequences and homes that are made for each other, against every way to arrange a few, and what holds of any."""
 
+from itertools import combinations, product
+
 import numpy as np
 import pytest
 
@@ -21,6 +23,25 @@ def slowest(packed, home_LE):
     packing = packed.packing
     sizes = packing.num_micro_steps, packing.num_ranks, 1
     return slowest_of(packing.micro_step_S, packing.rank_S, packed.counts_SLE, home_LE, *sizes).sum()
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_homes_and_packing_of_a_few_sequences_are_near_the_best_of_all(seed):
+    """Six sequences of one length in three micro-steps, and four experts of two layers, in every arrangement."""
+    given, blocks_LE = step(seed, 6, 2, 20, layers=2, experts=4, longest=20, shortest=20)
+    packed, home_LE = given.with_homes(topology(2, 2), blocks_LE)
+    pairs = [np.isin(np.arange(4), chosen).astype(int) for chosen in combinations(range(4), 2) if 0 in chosen]
+    groupings = [np.array(m) for m in product(range(3), repeat=6) if sorted(m) == [0, 0, 1, 1, 2, 2]]
+    least = min(
+        sum(least_of_layer(given.counts_SLE[:, layer], grouping, pairs) for layer in range(2)) for grouping in groupings
+    )
+    assert least <= slowest(packed, home_LE) <= 1.04 * least
+    assert slowest(packed, home_LE) < slowest(given, blocks_LE)
+
+
+def least_of_layer(counts_SE, grouping, homes):
+    loads_ME = np.stack([counts_SE[grouping == m].sum(axis=0) for m in range(3)])
+    return min(np.maximum(loads_ME @ home_E, loads_ME @ (1 - home_E)).sum() for home_E in homes)
 
 
 @pytest.mark.parametrize(("seed", "max_moves"), [(0, None), (1, None), (2, 4), (3, 2), (4, 0)])

@@ -10,7 +10,7 @@ from foreroute.costs.presets import HARDWARE, MODELS
 from foreroute.plan import CellPlan, Topology
 from foreroute.plan.options import PASS_NAMES
 from foreroute.plan.step_plan import LEAST_GAIN
-from foreroute.planner import plan_and_why
+from foreroute.planner import plan, plan_and_why
 from tests.costs.cost_oracle import oracle
 from tests.plan.random_plans import LINKS
 
@@ -65,3 +65,22 @@ def test_gains_are_those_of_the_oracle(seed, paths):
         assert found.gains[pass_name] == pytest.approx(gain, rel=1e-9, abs=1e-12)
         assert found.is_at_home(pass_name) == (gain < LEAST_GAIN)
         assert why[pass_name] == found.decision(pass_name)
+
+
+def test_one_percent_decides_and_each_stage_for_itself():
+    """What a step takes once is set so that the gain of one pass is just above 1 %, and just below."""
+    given = counts(0, 4000)
+    free = replace(COSTS, plan_s_per_count=0.0, begin_s=0.0, paths="direct")
+    found = plan(given, TOPOLOGY, costs=free)
+    home_s = by_hand([CellPlan.homes_only(home_E, 4) for _ in range(SHAPE[0]) for home_E in found.home_LE], given, free)
+    for pass_name, other in (PASS_NAMES, PASS_NAMES[::-1]):
+        most_s = (found.gains[pass_name] - LEAST_GAIN) * home_s[pass_name]
+        for share, is_at_home in ((1 - 1e-6, False), (1 + 1e-6, True)):
+            decided, why = plan_and_why(given, TOPOLOGY, costs=replace(free, begin_s=most_s * share))
+            assert decided.gains[pass_name] == pytest.approx(LEAST_GAIN, rel=1e-4)
+            assert decided.is_at_home(pass_name) == is_at_home
+            assert decided.unpriced == ("planning",)
+            words = "at homes: the plan would save 1.0%" if is_at_home else "by the plan: it saves 1.0%"
+            assert why[pass_name].startswith(words)
+            expected = found.gains[other] - most_s * share / home_s[other]
+            assert decided.gains[other] == pytest.approx(expected, rel=1e-9)

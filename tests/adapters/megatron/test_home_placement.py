@@ -22,7 +22,7 @@ CASES = [
 @pytest.mark.slow
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_losses_weights_state_and_routes_are_equal_bit_for_bit(case):
-    run("home_moves.check_moves_change_nothing", case, ranks=case.ranks)
+    run("test_home_moves.check_moves_change_nothing", case, ranks=case.ranks)
 
 
 @pytest.mark.slow

@@ -98,5 +98,17 @@ def test_a_dead_rank_ends_the_run_with_one_message_and_it_goes_on_as_if_nothing_
     assert all(torch.equal(of_four[name], weight) for name, weight in of_this.items())
 
 
+def test_the_canary_ends_a_run_whose_engine_lacks_one_experts_weights(four, tmp_path):
+    folder = str(begun(four(STEPS), tmp_path))
+    ended = run("pipeline_checks.trains", folder, None, (), 3, "LosingEngine", ranks=2, timeout=600)
+    assert [code for code, _ in ended] == [1, 1]
+    assert re.fullmatch(
+        r"the run ends: EngineError: engine and trainer are \S+ nats apart at a token of the canary, after the sync of "
+        r"version 1; (.|\n)*",
+        ended[0][1],
+    ), ended[0][1]
+    assert ended[1][1] == ""
+
+
 def metrics(folder):
     return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]

@@ -45,6 +45,26 @@ def test_settings_that_bypass_or_change_the_selection():
         )
 
 
+class Hashing(TopKRouter):
+    def routing(self, logits, padding_mask=None):
+        return super().routing(logits.flip(-1), padding_mask)
+
+
+@on_ranks(1)
+def test_routers_that_select_in_a_way_of_their_own():
+    built = model()
+    router = built.decoder.layers[2].mlp.router
+    router.__class__ = Hashing
+    refused(built, "layers.2.mlp.router (Hashing) cannot be replayed: it has a routing of its own")
+    router.__class__ = TopKRouter
+    router.routing = lambda logits, padding_mask=None: TopKRouter.routing(router, logits, padding_mask)
+    refused(built, "was replaced on the instance")
+    del router.routing
+    megatron.attach(built)
+    del router.router_replay  # as before 0.16
+    refused(built, "install megatron-core 0.16.1 or newer")
+
+
 @on_ranks(1)
 def test_the_self_check_sees_a_selection_that_is_not_obeyed_and_weights_that_are_masked():
     """What no setting says: a function under the router that ignores replay, or masks the scores it gathers from."""

@@ -31,6 +31,17 @@ def test_layers_and_settings():
             refused(said(block.config, name, 2.0), f"{name}=")
 
 
+@on_ranks(2)
+def test_experts_in_one_module():
+    with refusing("grouped") as (block, refused):
+        experts = block.experts
+        refused(said(experts, "_with_fused_impl", True), "use_transformer_engine_op_fuser is set")
+        refused(said(experts, "offload_moe_act", True), "offload_modules names expert_fc1 or moe_act")
+        refused(frozen(experts.linear_fc2.weight2), "linear_fc2.weight of its experts is frozen")
+        more = {**experts.linear_fc1._parameters, "bias0": torch.nn.Parameter(torch.zeros(2))}
+        refused(said(experts.linear_fc1, "_parameters", more), "linear_fc1.bias0 is no weight of one of its experts")
+
+
 @contextlib.contextmanager
 def refusing(experts):
     """(a layer, what asserts that a change to it on rank 1 is refused); behind it, the model executes plans."""

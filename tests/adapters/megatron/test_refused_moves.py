@@ -9,6 +9,8 @@ from megatron.core.transformer.moe.moe_layer import MoELayer
 
 from foreroute.adapters import megatron
 from foreroute.adapters.megatron.recording import gather_objects
+from foreroute.ep.transfer.home_moves import MovingLayer
+from foreroute.ep.transfer.transfers import Transfer
 from foreroute.errors import TransferError
 from tests.adapters.megatron.cpu_optimizers import Trained
 from tests.adapters.megatron.forked_ranks import on_ranks
@@ -29,7 +31,7 @@ class OtherLayer(MoELayer):
 @pytest.mark.slow
 @on_ranks(2)
 def test_refusals():
-    for refusal in (of_gradients, of_layers):
+    for refusal in (of_gradients, of_layers, of_faults):
         initialize(CELL)
         chunks = build(CELL)
         refusal(megatron.attach(chunks), chunks)
@@ -52,6 +54,21 @@ def of_layers(routed, chunks):
     block.__class__ = MoELayer
     block.experts.register_parameter("scale", torch.nn.Parameter(torch.ones(4)))
     refused(TransferError, "have scale, of which it is not known whose it is", routed, swapped(routed))
+
+
+def of_faults(routed, chunks):
+    inner = Transfer.wait
+
+    def fails_on_rank_one(transfer):
+        inner(transfer)
+        if here():
+            raise TransferError("the network is down")
+
+    out_of_memory = mock.Mock(side_effect=torch.OutOfMemoryError("out of memory") if here() else None)
+    with mock.patch.object(MovingLayer, "allocate", out_of_memory):
+        refused(TransferError, "none were: rank 1: out of memory", routed, swapped(routed))
+    with mock.patch.object(Transfer, "wait", fails_on_rank_one):
+        refused(TransferError, "none were: rank 1: the network is down", routed, swapped(routed))
 
 
 @on_ranks(2)

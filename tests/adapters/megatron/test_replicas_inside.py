@@ -1,5 +1,12 @@
 """What plans leave as it was inside Megatron: gradients, checkpoints and memory. And what is spread by them."""
 
+from unittest import mock
+
+import pytest
+import torch
+
+from foreroute.ep.transfer import engine
+from foreroute.ep.transfer.gradients import GradientReturn
 from foreroute.plan import PlanOptions, Topology
 from foreroute.planner import plan
 from tests.adapters.megatron.executed_plans import (
@@ -37,6 +44,40 @@ def check_equal(plain, executed, planned):
     assert max(apart.values()) <= most, f"{apart} away from the run with every expert at home"
     assert executed["off_plan"] == 0, f"{executed['off_plan']} cells computed other numbers of rows than planned"
     assert (executed["replicas"] > 0, executed["moved"] > 0) == (planned != "static", planned == "random")
+
+
+@pytest.mark.slow
+@on_ranks(2)
+def test_gradients_lose_nothing_on_their_way_home():
+    """Sent in float64 they arrive with the same bits, and sent in bfloat16 only where kernels made them in bfloat16.
+
+    A gradient that is rounded at home, before it is added to main_grad, is the same in bfloat16 as well. That the sums
+    are right is shown in float64 by `check_cases`: here the same kernels compute the same groups of rows.
+    """
+    float32 = (("grad_reduce_in_fp32", True),)
+    for experts, kind, told, made_in in (
+        ("sequential", "momentum", (), torch.float32),
+        ("sequential", "master weights", float32, torch.bfloat16),
+        ("grouped, fused", "master weights", float32, torch.float32),  # these kernels add to main_grad
+    ):
+        cell = Cell(ep=2, layers=2, experts=experts)
+        case = ExecutionCase(cell, optimizer=kind, told=told, rounded=kind == "master weights")
+        executed = trained(case, "planned", steps=1)
+        assert executed["replicas"] > 0
+        for sent_as in (torch.float64, torch.bfloat16):
+            with mock.patch.object(engine, "GradientReturn", sending_as(sent_as)):
+                apart = furthest(trained(case, "planned", steps=1), executed)
+            loses = torch.finfo(sent_as).bits < torch.finfo(made_in).bits
+            assert (apart["weights"] > 0) == loses, (experts, kind, sent_as, apart)
+
+
+def sending_as(dtype):
+    """Gradients sent home in another dtype than they were made in."""
+
+    def begin(peers, moves, grads, what, **others):
+        return GradientReturn(peers, moves, {name: grad.to(dtype) for name, grad in grads.items()}, what, **others)
+
+    return begin
 
 
 @on_ranks(2)

@@ -4,14 +4,19 @@ import gc
 import os
 import re
 import signal
+import time
 from contextlib import closing
 from pathlib import Path
 from typing import NamedTuple
 
+import numpy as np
 import pytest
 import torch
+import torch.distributed as dist
 
+from foreroute.ep.agreement import RankConsensus
 from foreroute.ep.transfer.engine import TransferEngine, TransferOptions
+from foreroute.ep.transfer.host_memory import HostMemory
 from foreroute.ep.transfer.peers import PeerGroup
 from tests.ep.transfer.plans import random_plan
 from tests.ep.transfer.toy import begin, consensus, make_engine, peers, shards, walk
@@ -37,14 +42,21 @@ class FaultyPeers(PeerGroup):
     happened = 0
 
     def post(self, sends, receives, what):
-        fault = self.fault
+        fault, sends = self.fault, list(sends)
         is_there = fault is not None and self.rank == fault.rank and fault.what in what and not self.happened
-        if not is_there:
+        if not is_there or (fault.kind == "corrupt" and not sends):
             return super().post(sends, receives, what)
         self.happened += 1
         if fault.kind == "killed":
             os.kill(os.getpid(), signal.SIGKILL)
-        raise ValueError("out of memory, say")
+        if fault.kind == "raises":
+            raise ValueError("out of memory, say")
+        if fault.kind == "corrupt":
+            peer, number, tensor = sends[0]
+            tensor = tensor.clone()
+            tensor.view(-1)[0] += 1
+            sends[0] = peer, number, tensor
+        return super().post(sends, receives, what)
 
 
 def leaked():
@@ -59,6 +71,54 @@ def is_ours_or_gone(process):
         except FileNotFoundError:
             return True
     return process == os.getpid()
+
+
+def walk_under(rank, plan, fault):
+    """What was wrong in one recompute and one update under a fault, and how often that happened."""
+    wrong = []
+    with closing(make_engine(plan, rank, TransferOptions(paths="direct"), kind=FaultyPeers)) as engine:
+        engine._peers.fault = fault
+        walk(engine, plan, rank, updating=False, wrong=wrong)
+        walk(engine, plan, rank, wrong=wrong)
+        return wrong, engine._peers.happened
+
+
+@pytest.mark.parametrize("what", ["replicas of step 0, micro-step 1, routed layer 2", "gradients of step 0"])
+def test_the_comparison_sees_a_corrupt_payload(workers, what):
+    found = workers(4).run(walk_under, random_plan(0, ranks=4, slots=3), Fault("corrupt", 1, what))
+    assert [happened for _, happened in found] == [0, 1, 0, 0]
+    assert any(wrong for wrong, _ in found)
+
+
+def read_late(rank, plan, votes):
+    """The last rank still reads host memory when the first one has new weights to publish."""
+    homes = dict(enumerate(shards(plan, rank)))
+    memory = HostMemory(RankConsensus(timeout_s=20.0), homes, 2)
+    every = plan.home_LE, np.ones((*plan.home_LE.shape, 2), np.bool_)
+    memory.publish(*every)
+    row = memory.expert(0, int(np.flatnonzero(plan.home_LE[0] == 0)[0]))["down_proj"]
+    before, after = row.clone(), 2 * row
+    dist.barrier()
+    with pytest.MonkeyPatch.context() as patch:
+        if not votes:
+            patch.setattr(RankConsensus, "most", lambda consensus, mine, what: mine)
+        if rank == 0:
+            for tensor in homes[0].values():
+                tensor.detach().mul_(2)
+        end = time.monotonic() + (0.5 if votes else 20.0)
+        while rank and torch.equal(row, before) and time.monotonic() < end:
+            time.sleep(0.01)
+        late = row.clone()
+        memory.forget()
+        memory.publish(*every)
+    return torch.equal(late, before), torch.equal(row, after)
+
+
+def test_nothing_is_written_while_another_rank_still_reads(workers):
+    plan = random_plan(0, ranks=2, slots=3)
+    assert workers(2).run(read_late, plan, True) == [(True, True)] * 2
+    assert workers(2).run(read_late, plan, False)[1] == (False, True), "without votes"
+    assert not leaked()
 
 
 @grid(
@@ -108,11 +168,22 @@ def look_in(rank, plan, directory):
         begin(engine, 0, plan)
 
 
+def uneven(rank, plan):
+    make_engine(plan, rank, homes=[{"down_proj": torch.zeros(4 + rank, 2)}])
+
+
+def make_another(rank, plan):
+    make_engine(plan, rank, TransferOptions(paths="host", prefetch=1 + rank))
+
+
 @pytest.mark.parametrize(
     ("work", "given", "words"),
     [
         (ask_for_too_much, (), r"rank 0: cannot take .* in /dev/shm: No space left on device .*paths='direct'"),
         (look_in, ("/nowhere/at/all",), "in /nowhere/at/all: No such file or directory"),
+        (uneven, (), r"rank 1: 1 layers, \[\('down_proj', \(5, 2\), 'torch.float32'\)\]"),
+        # options decide which message is sent when: ranks that differ would take one for another
+        (make_another, (), r"of different options: rank 0: TransferOptions\("),
     ],
 )
 def test_what_cannot_begin_on_any_rank_is_refused_on_all_with_one_message(workers, work, given, words):

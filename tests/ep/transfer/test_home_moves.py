@@ -91,6 +91,12 @@ def test_training_with_moves_equals_training_without(workers, ranks, optimizer):
     assert sum(received for received, _ in outcomes) == changed * row_bytes * tensors
 
 
+def test_the_comparison_sees_optimizer_state_that_stayed_behind(workers):
+    moving = homes_of_steps(2, 2, 4)
+    outcomes = workers(2).run(train, moving, "adamw", False)
+    assert not equal(gathered(outcomes), gathered(workers(2).run(train, [moving[0]] * 4, "adamw")))
+
+
 def refuse(rank, what):
     before_LE, after_LE = homes_of_steps(0, 2, 2)
     homes = [{n: torch.nn.Parameter(t) for n, t in shard(before_LE[layer], rank, layer).items()} for layer in range(2)]
