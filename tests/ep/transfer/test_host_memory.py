@@ -33,24 +33,28 @@ def sent_in(plan, node):
 
 
 def published(rank, plans, steps):
-    """Experts that this rank writes as each plan begins."""
-    found = []
+    """As each plan begins, experts that this rank writes, and bytes that its node takes for them."""
+    written, taken, take = [], [], host_memory.HostMemory._map_shared
     with (
         closing(engine_of(plans[0], rank)) as engine,
-        patch.object(host_memory.HostMemory, "_write", lambda memory, experts, is_mine_LE: found[-1].extend(experts)),
+        patch.object(host_memory.HostMemory, "_write", lambda memory, experts, is_mine_LE: written[-1].extend(experts)),
+        patch.object(host_memory.HostMemory, "_map_shared", lambda *given: taken.append(given[1]) or take(*given)),
     ):
         for step, plan in zip(steps, plans, strict=True):
-            found.append([])
+            written.append([])
             begin(engine, step, plan)
-    return [sorted(each) for each in found]
+    return [sorted(each) for each in written], taken
 
 
 def test_a_step_publishes_what_its_plans_send_and_nothing_twice(workers):
     one = random_plan(0, ranks=4, per_node=2)
     other = random_plan(1, ranks=4, per_node=2, homes=one.home_LE)
     plans, steps = [one, other, one, one], [7, 7, 7, 8]
-    for rank, found in enumerate(workers(4).run(published, plans, steps)):
-        first, second = ({sent[:2] for sent in sent_in(plan, rank // 2) if sent[2] == rank} for plan in (one, other))
-        assert found == [sorted(first), sorted(second - first), [], sorted(first)]
+    for rank, (written, taken) in enumerate(workers(4).run(published, plans, steps)):
+        sent = [sent_in(plan, rank // 2) for plan in (one, other)]
+        first, second = ({each[:2] for each in of_plan if each[2] == rank} for of_plan in sent)
+        assert written == [sorted(first), sorted(second - first), [], sorted(first)]
         assert first
         assert second - first
+        there, more = ({each[:2] for each in of_plan} for of_plan in sent)
+        assert taken == [EXPERT_BYTES * len(each) for each in (there, more - there)]
