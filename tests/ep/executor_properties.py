@@ -155,7 +155,7 @@ EARLY = {
     "PlanError: the plan is for 2 routed layers of 8 experts, the model has 3 of 8": lambda s: enter(
         s, static_plan(s.counts_MLGE[:, :2]), s.counts_MLGE[:, :2]
     ),
-    "CountsError: rank 0: the plan was made for tokens with digest": lambda s: enter(s, with_packing(s.plan), other(s)),
+    "PlanError: rank 0: the plan was made for tokens with digest": lambda s: enter(s, with_packing(s.plan), other(s)),
     "CountsError: rank 1: counts have digest": lambda s: enter(s, counts=s.counts_MLGE + s.rank),
     "CountsError: counts are int32 [1, 3, 2, 8], the plan is for integers [2, 3, 2, 8]": lambda s: enter(
         s, counts=s.counts_MLGE[:1]

@@ -1,9 +1,10 @@
-"""LoRA of PEFT on experts that are spread over ranks: trained and saved as on one process.
+"""LoRA of PEFT on experts that are spread over ranks: trained, switched, moved, saved and refused as on one process.
 
 The truth is PEFT on one process, in float64, on the batches of all ranks. Each test stands behind the function that
 worker processes run for it.
 """
 
+from contextlib import ExitStack
 from unittest.mock import patch
 
 import numpy as np
@@ -23,11 +24,8 @@ from tests.ep.transfer.plans import split_plan
 MATRICES = ["experts.gate_up_proj", "experts.down_proj"]
 WITHIN = 1e-12
 """Of values near 1 in float64, which are sums of some hundred terms at most."""
-
-
 RATE, LEAST = 1e-2, 1e-4
 """Of AdamW, which divides what is left of a gradient by no less than the latter."""
-
 ONE_GROUP = (2, {"fsdp_size": 2, "ep_size": 2})
 TWO_GROUPS = (4, {"fsdp_size": 4, "ep_size": 2})
 PLAN = 3
@@ -92,6 +90,29 @@ class Pair:
         assert grads.keys() == mean.keys()
         assert len(mean) == 2 * 2 * 3
         return float((logits - expected).abs().max()), furthest(grads, mean)
+
+    def logits(self, *plan):
+        """Of the spread model and of one process."""
+        with torch.no_grad(), ExitStack() as stack:
+            for each in [*self.contexts(*plan), self.plainly.replay(self.traces[self.rank])]:
+                stack.enter_context(each)
+            batch = self.batches[self.rank]
+            return tuple(model(**batch, use_cache=False).logits for model in (self.model, self.alone))
+
+    def step(self, optimizers, *plan):
+        """Train both. How far the factors are off then, those of the ranks in order of ids."""
+        grads = self.expected()[1]
+        for name, each in self.alone.named_parameters():
+            each.grad = grads.get(name)
+        with ExitStack() as stack:
+            for each in self.contexts(*plan):
+                stack.enter_context(each)
+            batch = self.batches[self.rank]
+            self.model(**batch, labels=batch["input_ids"], use_cache=False).loss.backward()
+        for each in optimizers:
+            each.step()
+            each.zero_grad()
+        return furthest(dict(self.routed.gather_weights()), factors_of(self.alone))
 
 
 def factors_of(model):

@@ -29,8 +29,6 @@ from tests.replay.session_subject import (
 
 WIDTH = 12
 BATCH = batch_of(WIDTH, WIDTH)
-
-
 PACKED = {"input_ids": BATCH.ids_BT.view(1, -1), "position_ids": torch.arange(WIDTH).repeat(2)[None], "labels": None}
 
 
