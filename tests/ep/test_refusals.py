@@ -134,6 +134,7 @@ def partly_spread(rank, folder):
     return said_by(hf.attach, model)
 
 
+@pytest.mark.slow
 def test_a_model_of_which_some_layers_are_spread_is_refused(workers, folder_of):
     for found in workers(2).run(partly_spread, folder_of()):
         require_said(found, "AttachError: 3 routers are replayed, and 2 of their layers have experts that are spread")

@@ -83,6 +83,7 @@ def walk_under(rank, plan, fault):
         return wrong, engine._peers.happened
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("what", ["replicas of step 0, micro-step 1, routed layer 2", "gradients of step 0"])
 def test_the_comparison_sees_a_corrupt_payload(workers, what):
     found = workers(4).run(walk_under, random_plan(0, ranks=4, slots=3), Fault("corrupt", 1, what))
@@ -114,6 +115,7 @@ def read_late(rank, plan, votes):
     return torch.equal(late, before), torch.equal(row, after)
 
 
+@pytest.mark.slow
 def test_nothing_is_written_while_another_rank_still_reads(workers):
     plan = random_plan(0, ranks=2, slots=3)
     assert workers(2).run(read_late, plan, True) == [(True, True)] * 2
