@@ -350,7 +350,7 @@ def check_rows_are_launched_before_the_weights_of_their_cell(make):
     assert log.count("weights") >= MICRO_STEPS
     assert all(log[place - 1] == "rows" for place, what in enumerate(log) if what == "weights"), log
     assert log.count("gradients") >= MICRO_STEPS
-    assert all(log[place + 1] == "rows" for place, what in enumerate(log) if what == "gradients"), log
+    assert all(log[place - 1] == "weights" for place, what in enumerate(log) if what == "gradients"), log
 
 
 def check_ranks_ask_each_other_on_entering_and_leaving_alone(make):
