@@ -50,7 +50,8 @@ def test_the_comparison_sees_gradients_lost_or_doubled_on_their_way_home(workers
 
 def test_all_but_the_first_fetch_had_begun_before_it_was_asked_for(workers):
     plan = random_plan(5, ranks=4, micro_steps=3, layers=4, sharing="shared")
-    options = TransferOptions(paths="direct", prefetch=1)
+    options = TransferOptions(paths="direct")
+    assert options.prefetch == 1, "docs/train.md says so"
     for outcome in workers(4).run(passes, plan, options):
         for stage in ("recompute", "update", "checkpointed"):
             moved = [r for r in outcome[stage] if r.kind == "fetch" and r.direct_bytes]
