@@ -128,12 +128,9 @@ def with_routers_that_did_otherwise(s):
         run(s, 0, 1)
 
 
-def with_packing(plan):
-    return replace(plan, packing=pack_sequences([3] * 4, 2, 3), tokens_digest="0" * 32)
-
-
-def other(s):
-    return synthetic_trace(s.routed.spec, [3] * 4, seed=0)
+def of_other_tokens(s):
+    plan = replace(s.plan, packing=pack_sequences([3] * 4, 2, 3), tokens_digest="0" * 32)
+    enter(s, plan, synthetic_trace(s.routed.spec, [3] * 4, seed=0))
 
 
 EARLY = {
@@ -155,7 +152,7 @@ EARLY = {
     "PlanError: the plan is for 2 routed layers of 8 experts, the model has 3 of 8": lambda s: enter(
         s, static_plan(s.counts_MLGE[:, :2]), s.counts_MLGE[:, :2]
     ),
-    "PlanError: rank 0: the plan was made for tokens with digest": lambda s: enter(s, with_packing(s.plan), other(s)),
+    "PlanError: rank 0: the plan was made for tokens with digest": of_other_tokens,
     "CountsError: rank 1: counts have digest": lambda s: enter(s, counts=s.counts_MLGE + s.rank),
     "CountsError: counts are int32 [1, 3, 2, 8], the plan is for integers [2, 3, 2, 8]": lambda s: enter(
         s, counts=s.counts_MLGE[:1]

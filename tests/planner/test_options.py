@@ -10,7 +10,7 @@ from foreroute.costs.presets import hardware_preset, model_preset
 from foreroute.errors import ConfigError
 from foreroute.plan import PlanOptions, Topology, verify
 from foreroute.planner import plan, plan_and_why
-from tests.costs.cost_oracle import price_plan
+from tests.costs.cost_oracle import price_cell, price_plan
 from tests.plan.random_plans import LINKS
 
 MODEL = replace(model_preset("qwen3-30b-a3b"), num_experts=16, top_k=2)
@@ -66,6 +66,35 @@ def test_options_left_open_are_on_where_they_pay_and_say_why():
 def test_counts_that_are_packed_are_not_packed_by_routes():
     with pytest.raises(ConfigError, match=r"'routes'.*pack_sequences"):
         plan(counts(), TOPOLOGY, PlanOptions(packing="routes"))
+
+
+@pytest.mark.parametrize("seed", range(2))
+def test_options_are_off_in_layers_where_planning_them_takes_more_than_they_save(seed):
+    """Decided anew here: from plans with both on and off everywhere."""
+    given, topology = counts(seed, 300), replace(TOPOLOGY, redundant_slots=6)
+    auto = PlanOptions(slots="shared")
+    plans = [plan(given, topology, replace(auto, pay_off=is_on, traffic=is_on), costs=COSTS) for is_on in (False, True)]
+    saved_L = []
+    for layer in range(3):
+        cells = [each.cell(0, layer) for each in plans]
+        off, on = (price_cell(cell, given[0, layer], topology, COSTS) for cell in cells)
+        saved_L.append(float(off.sum() - on.sum()))
+    assert min(saved_L) > 0
+    # one plan for pay-off; for traffic the one to beat, and with each of three limits 6, 4, 3, 2 and 1 slots
+    entries = (1 + 1 + 3 * 5) * 8 * 16
+    # a little beside what is saved: where both are equal, rounding decides
+    for plan_s in (min(saved_L) / 5, *(0.99 * saved for saved in sorted(saved_L)[:2]), sum(saved_L)):
+        is_on_L = [saved > plan_s for saved in saved_L]
+        options = replace(auto, threads=1 + seed % 2)
+        found, why = plan_and_why(given, topology, options, costs=replace(COSTS, trial_s_per_count=plan_s / entries))
+        for m, layer in np.ndindex(4, 3):
+            mine, expected = found.cell(m, layer), plans[is_on_L[layer]].cell(m, layer)
+            assert all(np.array_equal(getattr(mine, name), getattr(expected, name)) for name in mine._fields)
+        num_off = is_on_L.count(False)
+        assert (f"in {num_off} of 3 layers" in why["traffic"]) == (num_off > 0)
+        assert why["traffic"].startswith("on: except in ") == (0 < num_off < 3)
+        assert why["pay_off"].startswith("off" if num_off == 3 else "on")
+    assert num_off == 3, "the last one costs more than all of them save"
 
 
 def test_what_needs_prices_is_refused_without():
