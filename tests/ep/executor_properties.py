@@ -146,13 +146,13 @@ EARLY = {
     "PlanError: rank 0: counts are int32 [2, 3, 2, 7]; expected integers [micro-steps, 3, ranks, 8]": lambda s: enter(
         s, None, counts=s.counts_MLGE[..., :7]
     ),
+    "PlanError: rank 0: the plan was made for tokens with digest": of_other_tokens,
     "PlanError: by the plan; call move_homes": lambda s: enter(
         s, static_plan(s.counts_MLGE, np.roll(s.plan.home_LE, 1, axis=1))
     ),
     "PlanError: the plan is for 2 routed layers of 8 experts, the model has 3 of 8": lambda s: enter(
         s, static_plan(s.counts_MLGE[:, :2]), s.counts_MLGE[:, :2]
     ),
-    "PlanError: rank 0: the plan was made for tokens with digest": of_other_tokens,
     "CountsError: rank 1: counts have digest": lambda s: enter(s, counts=s.counts_MLGE + s.rank),
     "CountsError: counts are int32 [1, 3, 2, 8], the plan is for integers [2, 3, 2, 8]": lambda s: enter(
         s, counts=s.counts_MLGE[:1]
