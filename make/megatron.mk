@@ -24,7 +24,7 @@ REPLAYED := own_routes_change_no_bit_and_others_are_followed the_model_is_as_bef
 	recorded_margins_are_the_gap_to_the_best_expert_that_could_have_been_picked
 test-megatron-newest: $(READY) $(MEGATRON_READY)
 	$(ON_NEWEST) $(PYTEST) -m "not slow and not exhaustive" \
-		$(patsubst %,tests/adapters/megatron/test_%.py,exactness router_statistics layers_and_rows both_frameworks \
+		$(patsubst %,tests/adapters/megatron/test_%.py,exactness router_statistics layers_and_rows \
 		over_ranks flex_plans grid forked_ranks rank_budgets) \
 		tests/adapters/megatron/test_sessions.py::test_megatrons_own_replay_may_not_be_active_and_is_left_alone
 	$(ON_NEWEST) $(PYTEST) -m "not exhaustive" \

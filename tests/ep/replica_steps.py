@@ -23,7 +23,6 @@ SPREAD = {
     "one group": (2, {"fsdp_size": 2, "ep_size": 2}),
     "mixed precision": (2, {"fsdp_size": 2, "ep_size": 2, "fsdp_mixed_precision": True}),
     "a shared batch": (2, {"tp_size": 2, "ep_size": 2, "tp_plan": HEAD}),
-    "one group of four": (4, {"fsdp_size": 4, "ep_size": 4}),
     "two groups": (4, {"fsdp_size": 4, "ep_size": 2}),
     "shared batches": (4, {"fsdp_size": 2, "tp_size": 2, "ep_size": 4, "tp_plan": HEAD}),
     "two groups of a batch each": (4, {"fsdp_size": 2, "tp_size": 2, "ep_size": 2, "tp_plan": HEAD}),

@@ -3,6 +3,7 @@
 import torch
 
 from foreroute.adapters import hf
+from foreroute.plan.plan_file import plan_from_bytes, plan_to_bytes
 from tests.adapters.hf.model_runs import batch_of, enable_checkpointing, gradients, log_probs, random_routes
 from tests.ep.executor_properties import LAYERS as LAYERS
 from tests.ep.executor_properties import MICRO_STEPS, PlannedStep
@@ -31,7 +32,7 @@ class SpreadStep(PlannedStep):
         ]
         self.traces = [random_routes(self.routed.spec, batch, seed=rank + m) for m, batch in enumerate(self.batches)]
         self.counts_MLGE = self.routed.gather_counts(self.traces)
-        self.plan = split_plan(5, self.counts_MLGE, self.routed.home_LE, slots=slots) if slots else None
+        self.plan = through_a_file(split_plan(5, self.counts_MLGE, self.routed.home_LE, slots=slots)) if slots else None
 
     def attach(self):
         return hf.attach(self.model)
@@ -53,6 +54,10 @@ class SpreadStep(PlannedStep):
 
     def expert_bytes(self):
         return sum(each[0].nbytes for each in self.routed.spread.layers[0].owned.values())
+
+
+def through_a_file(plan):
+    return plan_from_bytes(plan_to_bytes(plan))
 
 
 def compile_layers(model, backend):

@@ -6,7 +6,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from foreroute.ep.dispatch import CellRows, Combine, Dispatch, DispatchHandle, ReorderRows, RowGroups
+from foreroute.ep.dispatch import CellRows, Combine, Dispatch, DispatchHandle, RowGroups
 
 TOKENS, TOP_K, EXPERTS, ALIGNED = 5, 2, 3, 16
 SENT = TOKENS * TOP_K
@@ -52,20 +52,3 @@ def test_rows_begin_at_multiples_of_16_bytes_and_bring_their_gates_unrounded(dty
         assert (buffer.data_ptr() % ALIGNED, row_bytes % ALIGNED) == (0, 0)
         has_gate = number // 2 in (0, 3)  # dispatch, and its backward
         assert row_bytes < width * dtype.itemsize + has_gate * gate_bytes + ALIGNED
-
-
-@pytest.mark.parametrize(("num_rows", "padded_at"), [(7, []), (7, [3]), (7, [7]), (0, [0, 1])])
-def test_rows_are_read_by_a_permutation_and_their_gradients_by_its_inverse(num_rows, padded_at):
-    generator = torch.Generator().manual_seed(0)
-    order = torch.randperm(num_rows, generator=generator).tolist()
-    for at in padded_at:
-        order.insert(at, num_rows)
-    order = torch.tensor(order)
-    inverse = torch.tensor([(order == row).nonzero().item() for row in range(num_rows)], dtype=torch.int64)
-    rows, on_its_way = (torch.randn(n, 2, generator=generator, requires_grad=True) for n in (num_rows, len(order)))
-    for given, there, back in ((rows, order, inverse), (on_its_way, inverse, order)):
-        expected = torch.cat([given, given.new_zeros(1, 2)]).index_select(0, there)
-        found = ReorderRows.apply(given, there, back)
-        assert torch.equal(found, expected)
-        grad = torch.randn(expected.shape, generator=generator)
-        assert torch.equal(*(torch.autograd.grad(out, given, grad)[0] for out in (found, expected)))

@@ -3,8 +3,6 @@
 `executor_properties` has the controls.
 """
 
-import itertools
-
 import pytest
 import torch
 
@@ -12,9 +10,9 @@ from tests.ep.executor_properties import distance
 from tests.ep.replica_steps import SPREAD, Way, alone, steps
 from tests.roundings import GRADIENT_TERMS, roundings
 
-WAYS = [Way(3), Way(5, "shared", "host", use_reentrant=True), Way("planned", use_reentrant=False), Way("none")]
-BY_DAY = WAYS[:2], WAYS[2:3]
-SLOW = [
+WAYS = [Way(3), Way(5, "shared", "host", use_reentrant=True)], [Way("planned", use_reentrant=False), Way("none")]
+"""By turns."""
+CASES = [
     ("deepseek_v3", "one group", torch.bfloat16),
     ("gpt_oss", "mixed precision", torch.float32),
     ("qwen3_moe", "a shared batch", torch.float64),
@@ -23,8 +21,7 @@ SLOW = [
     ("deepseek_v3", "two groups of a batch each", torch.float32),
     ("qwen3_moe", "copies", torch.float64),
 ]
-"""Every way of spreading but one group of four, by `BY_DAY` in turn; all others by night."""
-DTYPES = (torch.float64, torch.float32, torch.bfloat16)
+"""Every way of spreading, each with a family and a precision."""
 
 
 def bound_of(dtype, num_ranks):
@@ -35,29 +32,6 @@ def bound_of(dtype, num_ranks):
     return num_ranks * torch.finfo(dtype).eps if dtype == torch.bfloat16 else roundings(GRADIENT_TERMS, dtype)
 
 
-def cases():
-    for case in itertools.product(("qwen3_moe", "gpt_oss", "deepseek_v3"), SPREAD, DTYPES):
-        if is_lacking(*case):
-            continue
-        by_day = BY_DAY[SLOW.index(case) % 2] if case in SLOW else []
-        by_night = [way for way in WAYS if way not in by_day]
-        name = "-".join(map(str, case))
-        if by_day:
-            yield pytest.param(*case, by_day, marks=pytest.mark.slow, id=name)
-        yield pytest.param(*case, by_night, marks=pytest.mark.exhaustive, id=f"{name}, other ways")
-
-
-def is_lacking(family, spread, dtype):
-    """What transformers cannot load or run."""
-    if spread == "mixed precision":
-        return dtype != torch.float32
-    # its routers stay in float32, beside which FSDP2 takes no float64
-    if family == "deepseek_v3":
-        return dtype == torch.float64
-    # eager experts of gpt-oss, which float64 needs, know no expert of other ranks, as inference on one batch has them
-    return (family, dtype) == ("gpt_oss", torch.float64) and spread in ("a shared batch", "two groups of a batch each")
-
-
 def off(ran, expected):
     return distance({"": ran.log_probs}, {"": expected.log_probs}), distance(ran.grads, expected.grads)
 
@@ -65,7 +39,10 @@ def off(ran, expected):
 @pytest.mark.shows(
     "Hugging Face", '`ep_implementation="foreroute"` under plans: FSDP2, HSDP, TP, several groups, mixed precision'
 )
-@pytest.mark.parametrize(("family", "spread", "dtype", "ways"), list(cases()))
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("family", "spread", "dtype", "ways"), [(*case, WAYS[number % 2]) for number, case in enumerate(CASES)]
+)
 def test_a_step_with_replicas_is_that_of_all_to_all(workers, folder_of, family, spread, dtype, ways):
     num_ranks, config = SPREAD[spread]
     outcomes = workers(num_ranks).run(steps, folder_of(family), spread, dtype, ways)

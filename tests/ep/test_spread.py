@@ -3,52 +3,18 @@
 Each test stands behind the function that worker processes run for it.
 """
 
-from contextlib import nullcontext
-from dataclasses import replace
-from functools import partial
 from unittest.mock import patch
 
 import numpy as np
 import pytest
 import torch
-from torch.utils.checkpoint import create_selective_checkpoint_contexts
 
-from foreroute.adapters import hf
 from foreroute.ep import execution
-from tests.adapters.hf.model_runs import batch_of, checkpointed_by_library, log_probs, random_routes
-from tests.ep.executor_properties import distance, said_by
-from tests.ep.spread_models import load_spread
+from tests.adapters.hf.model_runs import log_probs
 from tests.ep.spread_steps import LAYERS, MICRO_STEPS, SpreadStep, compile_layers, differing
 from tests.ep.test_refusals import without_route
 from tests.ep.transfer.plans import split_plan, static_plan
-from tests.roundings import GRADIENT_TERMS, require_rounded, roundings
-
-
-def padded(rank, folder):
-    """Largest output of routed experts for padding, without a plan and under one."""
-    s, outputs = SpreadStep(rank, folder), []
-    experts = s.model.model.layers[-1].mlp.experts
-    is_padding = [~batch["attention_mask"].bool().reshape(-1) for batch in s.batches]
-
-    def forwards():
-        outputs.clear()
-        hook = experts.register_forward_hook(lambda module, args, out: outputs.append(out))
-        with torch.no_grad():
-            for m in range(MICRO_STEPS):
-                s.log_probs(m)
-        hook.remove()
-        return [float(out[of].abs().max()) for out, of in zip(outputs, is_padding, strict=True)]
-
-    padding = forwards()
-    with s.execute():
-        return padding, forwards()
-
-
-@pytest.mark.slow
-def test_padding_gets_zeros_from_routed_experts_under_a_plan(workers, folder_of):
-    for padding, under_plan in workers(2).run(padded, folder_of()):
-        assert min(padding) > 0.01
-        assert under_plan == [0.0] * MICRO_STEPS
+from tests.roundings import require_rounded
 
 
 def with_rows_that_no_plan_knows(rank, folder):
@@ -81,110 +47,6 @@ def test_rows_without_a_route_that_others_depend_on_are_counted_when_they_run(wo
             require_rounded(one, other)
 
 
-def with_rows_that_no_plan_knows_in_parts(rank, folder):
-    """Log-probs of a batch that two ranks share, some of whose tokens have no route, without a plan and by one."""
-    model = load_spread(folder, tp_size=2, ep_size=2)
-    routed, batch, found = hf.attach(model), batch_of(9, 7), []
-    for seed in range(3):
-        trace = random_routes(routed.spec, batch, seed)
-        trace = replace(trace, valid_N=trace.valid_N & ~np.isin(np.arange(trace.num_rows), [1, 2, 3, 4]))
-        counts_MLGE = routed.gather_counts([trace])
-        plan = split_plan(seed, counts_MLGE, routed.home_LE)
-        for context in nullcontext(), routed.execute(plan, counts_MLGE, [trace]):
-            with torch.no_grad(), context, routed.replay(trace, missing="native"):
-                found.append(log_probs(model, batch))
-    return found
-
-
-@pytest.mark.slow
-def test_replicas_serve_a_part_of_a_batch_that_rows_of_no_plan_shift(workers, folder_of):
-    for found in workers(2).run(with_rows_that_no_plan_knows_in_parts, folder_of()):
-        for unplanned, planned in zip(found[::2], found[1::2], strict=True):
-            require_rounded(planned, unplanned)
-
-
-def with_nothing_for_a_rank(rank, folder):
-    """A step at home, and by a plan in whose first cell a rank gets no row and no replica, and the other has one."""
-    s = SpreadStep(rank, folder)
-    num_home = s.routed.spec.num_experts // 2
-    picks_K = np.arange(s.routed.spec.top_k, dtype=np.uint8)
-    # experts of rank 1 alone
-    s.traces = [
-        replace(each, expert_ids_NLK=num_home + (each.expert_ids_NLK[..., :1] + picks_K) % num_home)
-        for each in s.traces
-    ]
-    s.counts_MLGE = s.routed.gather_counts(s.traces)
-    plans = (split_plan(seed, s.counts_MLGE, s.routed.home_LE, slots=1) for seed in range(100))
-    idle = next(plan for plan in plans if set(plan.cell(0, 0).rank_R.tolist()) == {1})
-    found = []
-    for plan in (None, idle):
-        with s.execute(plan):
-            found.append((s.update(), s.gradients()))
-    return found
-
-
-@pytest.mark.slow
-def test_nothing_may_come_to_a_rank_while_others_have_replicas(workers, folder_of):
-    for (losses, grads), (planned_losses, planned_grads) in workers(2).run(with_nothing_for_a_rank, folder_of()):
-        assert planned_losses == pytest.approx(losses, rel=1e-5)
-        assert distance(planned_grads, grads) < roundings(GRADIENT_TERMS, torch.float32)
-
-
-def two_at_once(rank, folder):
-    """Losses of two models under plans of their own, one within the other, and of each alone."""
-    one, other = SpreadStep(rank, folder), SpreadStep(rank, folder)
-    alone = []
-    for s in (one, other):
-        with s.execute():
-            alone.append(s.update())
-        s.gradients()
-    with one.execute(step=1), other.execute(step=1):
-        together = [one.update(), other.update()]
-    return alone, together
-
-
-@pytest.mark.slow
-def test_two_models_run_under_plans_at_once(workers, folder_of):
-    for alone, together in workers(2).run(two_at_once, folder_of()):
-        assert together == alone
-
-
-def checkpointed_in_parts(rank, folder):
-    """Tensors whose gradients differ where checkpoints of layers keep what some operators gave, from none kept."""
-    s, found = SpreadStep(rank, folder), []
-    for operators in ([], [torch.ops.aten.index_select.default, torch.ops.aten.cumsum.default]):
-        kept = partial(create_selective_checkpoint_contexts, operators)
-        checkpointed_by_library(s.model.train(), {"use_reentrant": False, "context_fn": kept})
-        with s.execute(step=len(found)):
-            s.update()
-        found.append(s.gradients())
-    return differing(*found)
-
-
-@pytest.mark.slow
-def test_selective_checkpoints_number_no_operators_that_a_recomputation_lacks(workers, folder_of):
-    assert workers(2).run(checkpointed_in_parts, folder_of()) == [[], []]
-
-
-def compiled(rank, folder):
-    """How a compiled model ends under a plan, without one, and the model itself behind both."""
-    s = SpreadStep(rank, folder)
-    call = torch.compile(s.model, backend="eager")
-
-    def forward(of):
-        with torch.no_grad(), s.routed.replay(s.traces[0]):
-            return log_probs(of, s.batches[0])
-
-    def under_a_plan():
-        with s.execute():
-            forward(call)
-
-    eager, found, said = forward(s.model), forward(call), said_by(under_a_plan)
-    with s.execute(step=1), torch.no_grad():
-        planned = [s.log_probs(m) for m in range(MICRO_STEPS)]
-    return said, eager, found, planned[0]
-
-
 def compiled_layers(rank, folder, backend, is_before):
     """Losses and gradients under two plans: as they are, compiled, and the second without a recompilation."""
     eager = SpreadStep(rank, folder)
@@ -215,12 +77,3 @@ def test_compiled_layers_execute_plans_with_the_same_bits_and_no_recompilation_i
         for (losses, grads), (expected, truth) in zip((first, second), eager, strict=True):
             assert losses == expected
             assert not differing(grads, truth)
-
-
-@pytest.mark.exhaustive  # compiled layers run by day
-def test_a_compiled_model_is_refused_under_a_plan_by_name_and_replays_without_one(workers, folder_of):
-    for said, eager, *found in workers(2).run(compiled, folder_of(num_hidden_layers=1)):
-        assert said.startswith("ReplayError: model.layers.0.mlp.experts runs under a plan")
-        assert "not of what torch.compile made of it" in said
-        for each in found:
-            require_rounded(each, eager)

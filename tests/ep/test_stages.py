@@ -1,15 +1,11 @@
 """A plan that is executed in one pass, and at homes in the other: bits, what travels, and what is counted."""
 
-import warnings
 from dataclasses import replace
 from unittest.mock import patch
 
 import numpy as np
-import pytest
 import torch
-import torch.distributed as dist
 
-from foreroute.costs.model import CostModel
 from foreroute.ep.transfer.engine import TransferEngine, TransferOptions
 from foreroute.ep.transfer.host_memory import HostMemory
 from foreroute.plan.options import PASS_NAMES
@@ -84,51 +80,3 @@ def test_a_stage_at_home_moves_nothing_and_is_static_bit_for_bit(workers, folder
             else:
                 assert "fetch" in seen["called"]
                 assert ("return_grads" in seen["called"]) == (pass_name == "update")
-
-
-def warned_of(rank, folder, cases):
-    """Of each path that was priced and used, what is said of a plan, and of the same plan where it does not pay."""
-    s, found = SpreadStep(rank, folder), []
-    for number, (priced, transfers) in enumerate(cases):
-        if transfers is not None:
-            s.routed.use(transfers)
-        said = []
-        for step, gain in enumerate((0.5, 0.0)):
-            plan = replace(s.plan, gains=dict.fromkeys(PASS_NAMES, gain), priced_paths=priced)
-            with warnings.catch_warnings(record=True) as caught:
-                warnings.simplefilter("always")
-                with s.execute(plan, step=2 * number + step):
-                    run(s, "recompute")
-            said.append([str(each.message) for each in caught if "priced" in str(each.message)])
-        found.append(said)
-    s.routed.close()
-    return found
-
-
-@pytest.mark.slow
-def test_a_plan_that_was_priced_for_another_path_is_warned_of(workers, folder_of):
-    """Prices and executors take the same path by default, so that nobody has to name it."""
-    host = TransferOptions(paths="host")
-    cases = [(CostModel.paths, None), ("host", host), (None, host), (CostModel.paths, host)]
-    for *silent, ((one,), none) in workers(2).run(warned_of, folder_of(), cases):
-        assert silent == [[[], []]] * 3
-        assert "was priced for weights by the path 'direct', and they travel by 'host'" in one
-        assert none == []
-
-
-def groups_of_uses(rank, folder):
-    """Groups of torch that there are after each way in which weights travel, and after the model was closed."""
-    s, found = SpreadStep(rank, folder), []
-    for step, paths in enumerate(("host", "direct", "host")):
-        s.routed.use(TransferOptions(paths=paths))
-        with s.execute(s.plan, step=step):
-            run(s, "recompute")
-        found.append(len(dist.distributed_c10d._world.pg_names))
-        s.routed.close()
-    return found
-
-
-@pytest.mark.slow
-def test_no_use_makes_another_group(workers, folder_of):
-    for first, *later in workers(2).run(groups_of_uses, folder_of()):
-        assert later == [first] * 2

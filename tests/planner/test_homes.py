@@ -93,13 +93,8 @@ def test_no_placement_is_worse_or_breaks_its_limits(seed, nodes, per_node, per_r
     ("change", "error", "message"),
     [
         ({"home": [[0, 0, 1, 2]]}, TopologyError, "an expert lives on rank 2; expected ranks from 0 to 1"),
-        ({"home": [[0, 0, 1, -1]]}, TopologyError, "an expert lives on rank -1"),
         ({"home": [[0, 0, 0, 1]]}, TopologyError, "in layer 0, rank 0 is home to 3 experts; expected 2 on every rank"),
-        ({"home": [[0, 0, 1]]}, TopologyError, r"shape \(1, 3\); expected the rank of each of 4 experts in 1 layers"),
-        ({"home": [[0.0, 0, 1, 1]]}, TopologyError, "homes of dtype float64"),
         ({"max_moves": -1}, ConfigError, "max_moves is -1; expected a whole number from 0"),
-        ({"max_moves": 2.5}, ConfigError, "max_moves is 2.5; expected a whole number from 0"),
-        ({"threads": 0}, ConfigError, "threads is 0; expected a whole number from 1"),
         ({"counts": np.ones((1, 1, 4, 4), int)}, CountsError, "4 source ranks and the topology 2"),
     ],
 )

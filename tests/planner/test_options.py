@@ -10,7 +10,6 @@ from foreroute.costs.presets import hardware_preset, model_preset
 from foreroute.errors import ConfigError
 from foreroute.plan import PlanOptions, Topology, verify
 from foreroute.planner import plan, plan_and_why
-from foreroute.planner.homes import place_homes
 from tests.costs.cost_oracle import price_cell, price_plan
 from tests.plan.random_plans import LINKS
 
@@ -28,16 +27,6 @@ def counts(seed=0, scale=40):
 
 def same(a, b):
     return all(np.array_equal(a.tensors[name], b.tensors[name]) for name in a.tensors)
-
-
-@pytest.mark.parametrize("moves", [0, 4, None])
-def test_homes_move_within_their_budget(moves):
-    options = PlanOptions(home_moves=moves)
-    found = plan(counts(), TOPOLOGY, options)
-    verify(found, counts(), options)
-    expected = place_homes(counts(), TOPOLOGY, found.previous_home_LE, max_moves=moves)
-    assert np.array_equal(found.home_LE, expected)
-    assert (found.home_LE != found.previous_home_LE).any() == (moves != 0)
 
 
 @pytest.mark.parametrize("slots", ["layer", "shared"])
@@ -79,7 +68,7 @@ def test_counts_that_are_packed_are_not_packed_by_routes():
         plan(counts(), TOPOLOGY, PlanOptions(packing="routes"))
 
 
-@pytest.mark.parametrize("seed", range(5))
+@pytest.mark.parametrize("seed", range(2))
 def test_options_are_off_in_layers_where_planning_them_takes_more_than_they_save(seed):
     """Decided anew here: from plans with both on and off everywhere."""
     given, topology = counts(seed, 300), replace(TOPOLOGY, redundant_slots=6)

@@ -64,25 +64,3 @@ def test_what_is_found_can_be_run_and_is_no_worse_than_packing_alone(seed, max_m
     assert slowest(packed, home_LE) <= 1.01 * slowest(alone, blocks_LE)
     if max_moves == 0:
         assert np.array_equal(packed.packing.micro_step_S, alone.packing.micro_step_S)
-
-
-def test_counts_are_those_of_micro_steps_and_ranks():
-    given, _ = step(5, 7, 2, 40)
-    expected = np.zeros((given.packing.num_micro_steps, 3, 2, 8), int)
-    for s, (m, rank) in enumerate(zip(given.packing.micro_step_S, given.packing.rank_S, strict=True)):
-        for layer, expert in np.ndindex(3, 8):
-            expected[m, layer, rank, expert] += given.counts_SLE[s, layer, expert]
-    assert np.array_equal(given.counts_MLGE(), expected)
-    assert given.counts_MLGE().dtype == np.int32
-
-
-def test_the_most_level_turn_is_taken(monkeypatch):
-    levels = {}
-    for turns in (1, 3):
-        monkeypatch.setattr("foreroute.planner.packed_homes.TURNS", turns)
-        for seed in range(8):
-            given, blocks_LE = step(seed, 32, 4, 60)
-            packed, _ = given.with_homes(topology(4, 2), blocks_LE)
-            levels.setdefault(seed, []).append(packed.packing.certificate.slowest)
-    assert all(three <= one for one, three in levels.values())
-    assert any(three < one for one, three in levels.values())

@@ -9,7 +9,7 @@ from foreroute.errors import CountsError, TopologyError
 from foreroute.plan import PlanOptions, Topology
 from foreroute.plan.checker import verify
 from foreroute.plan.plan_file import plan_to_bytes
-from foreroute.planner import plan, plan_and_why
+from foreroute.planner import plan
 from tests.plan.random_plans import LINKS, skewed_counts
 from tests.planner.plan_digests import RECORDED, digest, random_case
 
@@ -30,12 +30,6 @@ def test_threads_do_not_change_the_plan():
     topology = Topology(4, 2, 1, LINKS)
     found = [plan(counts, topology, PlanOptions(tolerance=0.0, threads=threads)) for threads in (1, 2, 7)]
     assert len(set(map(plan_to_bytes, found))) == 1
-
-
-def test_progress_is_told():
-    told = []
-    plan_and_why(skewed_counts(5, (9, 5, 4, 16)), Topology(4, 2, 1, LINKS), on_progress=lambda *step: told.append(step))
-    assert told == [(40, 45), (45, 45)]
 
 
 def test_bad_input_is_refused():

@@ -1,17 +1,14 @@
 """Cells, their bounds and splits against every choice there is, flows and linear programs; and corners."""
 
-from dataclasses import replace
 from itertools import combinations
 
 import numpy as np
 import pytest
 
-from benchmarks.harness.planner_oracles import best_split, cross_node_gap, level_quotas
+from benchmarks.harness.planner_oracles import best_split, cross_node_gap
 from foreroute.plan import PlanOptions, Topology
-from foreroute.plan.checker import verify
 from foreroute.planner import plan
 from foreroute.simulate.eplb import even_split
-from foreroute.simulate.workload import WORKLOADS
 from tests.plan.random_plans import LINKS, skewed_counts
 
 EXACT = PlanOptions(tolerance=0.0, slots="shared")
@@ -98,86 +95,6 @@ def test_no_split_over_the_same_replicas_is_flatter(redundant, slots):
     options = PlanOptions(tolerance=0.0, slots=slots)
     found = plan(counts, Topology(8, 4, redundant, LINKS), options)
     np.testing.assert_array_equal(found.max_load_ML, best_split(counts, found))
-
-
-def test_hosts_serve_their_own_rank_first_and_then_their_node():
-    counts = skewed_counts(9, (3, 2, 16, 64), 0.3)
-    topology = Topology(16, 4, 2, LINKS)
-    node_G = topology.node_G
-    found = plan(counts, topology, EXACT)
-    for m, layer in np.ndindex(3, 2):
-        cell, counts_GE = found.cell(m, layer), counts[m, layer]
-        home_GE = cell.home_tokens_GE(counts_GE)
-        for e in np.unique(cell.expert_R):
-            rank_H = np.append(cell.rank_R[cell.expert_R == e], cell.home_E[e])
-            tokens_HG = np.vstack([cell.tokens_RG[cell.expert_R == e], home_GE[:, e]])
-            quota_H = tokens_HG.sum(axis=1)
-            own = tokens_HG[np.arange(len(rank_H)), rank_H].sum()
-            assert own == np.minimum(counts_GE[rank_H, e], quota_H).sum()
-            for n in range(4):
-                near = tokens_HG[node_G[rank_H] == n][:, node_G == n].sum()
-                assert near == min(counts_GE[node_G == n, e].sum(), quota_H[node_G[rank_H] == n].sum())
-
-
-def test_slots_that_hold_what_is_needed_fetch_nothing():
-    counts = np.repeat(skewed_counts(4, (1, 2, 8, 32)), 3, axis=0)
-    found = plan(counts, Topology(8, 4, 2, LINKS), PlanOptions(tolerance=0.02))
-    fetched_ML = np.add.reduceat(np.append(found.hosts.fetched_R, 0), found.hosts.offsets[:-1]).reshape(3, 2)
-    assert fetched_ML[0].min() > 0
-    assert fetched_ML[1:].max() == 0
-
-
-def test_nothing_is_fetched_that_other_hosts_make_up_for():
-    counts = replace(WORKLOADS["G16"], num_micro_steps=12, num_layers=2).draw(seed=1).counts()
-    found = plan(counts, Topology(16, 8, 2, LINKS), PlanOptions(tolerance=0.02))
-    fetched = 0
-    for m, layer in np.ndindex(12, 2):
-        cell, demand_E = found.cell(m, layer), counts[m, layer].sum(axis=0)
-        target = int(np.ceil(demand_E.sum() * 1.02 / 16))
-        assert found.max_load_ML[m, layer] <= target
-        expert_H = np.concatenate([np.arange(128), cell.expert_R]).astype(np.int32)
-        rank_H = np.concatenate([cell.home_E, cell.rank_R]).astype(np.int32)
-        for r in 128 + np.flatnonzero(cell.fetched_R):
-            _, least = level_quotas(np.delete(expert_H, r), np.delete(rank_H, r), demand_E, 16)
-            assert least > target
-            fetched += 1
-    assert fetched > 50
-
-
-def _corner(name):
-    counts = np.zeros((3, 2, 4, 16), np.int64)
-    if name == "an empty micro-step":
-        counts[[0, 2]] = skewed_counts(1, (2, 2, 4, 16))
-    elif name == "one hot expert":
-        counts[..., 5] = 1000
-    elif name == "fewer tokens than ranks":
-        counts[:, :, 1, 3] = 2
-    elif name == "one source":
-        counts[:, :, :1] = skewed_counts(2, (3, 2, 1, 16))
-    elif name == "large counts":
-        counts[:] = skewed_counts(3, (3, 2, 4, 16)) * 1_000_000
-    return counts
-
-
-CORNERS = ["nothing", "an empty micro-step", "one hot expert", "fewer tokens than ranks", "one source", "large counts"]
-
-
-@pytest.mark.parametrize("name", CORNERS)
-@pytest.mark.parametrize("options", [EXACT, PlanOptions(), PlanOptions(replicas=False)])
-def test_corners_are_planned(name, options):
-    counts = _corner(name)
-    for ranks_per_node, redundant in ((4, 3), (2, 1), (1, 0)):
-        found = plan(counts, Topology(4, ranks_per_node, redundant, LINKS), options)
-        verify(found, counts, options)
-        if redundant == 3 and options.replicas:
-            ceiling = np.ceil(counts.sum(axis=(2, 3)) * (1 + options.tolerance) / 4)
-            assert (found.max_load_ML <= ceiling).all()
-
-
-def test_one_rank_and_many_ranks():
-    for ranks, experts in ((1, 4), (72, 144)):
-        counts = skewed_counts(6, (2, 1, ranks, experts))
-        verify(plan(counts, Topology(ranks, min(ranks, 8), 1, LINKS), EXACT), counts, EXACT)
 
 
 @pytest.mark.parametrize("slots", ["shared", "layer"])

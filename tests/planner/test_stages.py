@@ -7,7 +7,7 @@ import pytest
 
 from foreroute.costs.model import CostModel
 from foreroute.costs.presets import HARDWARE, MODELS
-from foreroute.plan import CellPlan, PlanOptions, Topology
+from foreroute.plan import CellPlan, Topology
 from foreroute.plan.options import PASS_NAMES
 from foreroute.plan.step_plan import LEAST_GAIN
 from foreroute.planner import plan, plan_and_why
@@ -84,15 +84,3 @@ def test_one_percent_decides_and_each_stage_for_itself():
             assert why[pass_name].startswith(words)
             expected = found.gains[other] - most_s * share / home_s[other]
             assert decided.gains[other] == pytest.approx(expected, rel=1e-9)
-
-
-def test_where_nothing_is_priced_or_dropped_the_plan_is_executed():
-    given = counts(0, 1)
-    for options, costs in ((PlanOptions(), None), (PlanOptions(pay_off=False), COSTS)):
-        found, why = plan_and_why(given, TOPOLOGY, options, costs=costs)
-        assert found.gains == {}
-        assert not any(map(found.is_at_home, PASS_NAMES))
-        assert why["recompute"] == why["update"] == "by the plan: its gain is not known"
-    found, why = plan_and_why(given, TOPOLOGY, PlanOptions(replicas=False), costs=COSTS)
-    assert all(map(found.is_at_home, PASS_NAMES))
-    assert why["update"] == "at homes: the plan has no replicas"

@@ -8,17 +8,13 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from foreroute.costs.model import PRICES, CostModel
+from foreroute.costs.model import CostModel
 from foreroute.costs.presets import HARDWARE, MODELS
 from foreroute.costs.pricing import slowest_attention
-from foreroute.kernels import INT, compiled
 from foreroute.plan import CellPlan, PlanOptions, Topology
 from foreroute.plan.checker import verify
-from foreroute.plan.hosts import CELL_PLAN
 from foreroute.planner import plan
 from foreroute.planner.priced import Window
-from foreroute.planner.traffic import replicate_for_traffic
-from foreroute.simulate.workload import WORKLOADS
 from tests.costs.cost_oracle import price_cell, price_plan
 from tests.plan.random_plans import LINKS, plan_of_cells, random_counts, random_plan
 from tests.tiers import grid
@@ -49,11 +45,6 @@ def _check_valid(cell, counts_GE, topology):
 
 def _same(one, other):
     return all(np.array_equal(a, b) for a, b in zip(one, other, strict=True))
-
-
-def _workload(name, tokens):
-    """Even sources of about so many tokens per rank."""
-    return replace(WORKLOADS[name], num_micro_steps=1, num_layers=1).of_tokens(tokens)
 
 
 def _homes_alone(counts_GE, topology):
@@ -176,74 +167,6 @@ def test_near_the_best_of_all_steps(ranks, slots):
     assert np.mean(gains) > 1.2
     assert np.mean(gaps) < 0.03
     assert max(gaps) < 0.12
-
-
-def test_without_reason_a_cell_stays_as_it_is():
-    counts_GE = _workload("G16", 8192).draw(seed=2).counts()[0, 0]
-    topology = HARDWARE["h100"].topology(16, 8)
-    costs = CostModel(model=MODELS["qwen3-30b-a3b"], hardware=HARDWARE["h100"], dispatcher="dedup")
-    cell = plan(counts_GE[None, None], topology, PlanOptions(tolerance=0.0, slots="shared")).cell(0, 0)
-    assert not _same(_traffic(cell, counts_GE, topology, costs), cell)
-    # a rearrangement also pays by itself, with more even loads, fewer padded rows or fewer weights to read: not here
-    loads_alone = replace(costs, hardware=replace(costs.hardware, tile_rows=1, memory_bytes_per_s=1e18))
-    fast_network = replace(topology, links=replace(topology.links, cluster_bytes_per_s=1e15, node_bytes_per_s=1e15))
-    assert _same(_traffic(cell, counts_GE, fast_network, loads_alone), cell)
-    assert not _same(_traffic(cell, counts_GE, topology, loads_alone), cell)
-    alone = _homes_alone(counts_GE, topology)
-    assert _same(_traffic(alone, counts_GE, topology, heavy(costs, 32)), alone)
-    assert _same(_traffic(alone, np.zeros_like(counts_GE), topology, costs), alone)
-
-
-@pytest.mark.parametrize(("slots", "experts"), [("layer", {2, 3}), ("shared", {0, 1})])
-def test_weights_in_kept_slots_are_fetched_once_a_pass_and_in_shared_ones_three_times(slots, experts):
-    """A gradient takes as long as two fetches. Rank 0 sends four experts, rank 1 gets five gradients."""
-    places = [(0, 2), (0, 3), (1, 2), (1, 3), (2, 3), (2, 4), (2, 5), (3, 4), (3, 5)]
-    expert_R, rank_R = np.array(places, np.int16).T.copy()
-    cell = CellPlan(
-        np.repeat(np.arange(6), 2).astype(np.int16), expert_R, rank_R, rank_R, expert_R < 2, np.ones((9, 6), np.int32)
-    )
-    prices = replace(COSTS, paths="direct").prices(Topology(6, 6, 9, LINKS), slots)
-    least_on_busiest = compiled("least_on_busiest", CELL_PLAN, INT, PRICES, returns=INT)
-    assert expert_R[least_on_busiest(cell, 6, prices)] in experts
-
-
-def test_a_slot_takes_one_replica_where_another_holds_the_same_expert():
-    """A cell that stays as it was may fetch an expert into another slot than an earlier cell against traffic did."""
-    rng, twice = np.random.default_rng(0), 0
-    topology, home_E = Topology(8, 2, 3, LINKS), np.repeat(np.arange(8), 2).astype(np.int16)
-    prices = replace(COSTS, model=replace(SMALL, num_experts=16)).prices(topology, "layer")
-    for _ in range(50):
-        counts_GE = (rng.random((8, 16)) ** 4 * 3000).astype(np.int32)
-        held_GS = rng.integers(-1, 16, (8, 3)).astype(np.int16)
-        held_GS[held_GS // 2 == np.arange(8)[:, None]] = -1  # no replica is at home
-        held_GS[:, 2] = held_GS[:, 1]
-        wanted_NE = counts_GE.reshape(4, 2, 16).sum(axis=1).astype(np.float64)
-        most = int(counts_GE.sum() / 8 * 1.1)
-        alone = CellPlan.homes_only(home_E, 8)
-        found = replicate_for_traffic(alone, counts_GE, wanted_NE, held_GS, 50.0, most, np.zeros(2), prices)
-        twice += len(found.rank_R) - len(np.unique(found.rank_R * 3 + found.slot_R))
-    assert len(found.rank_R) > 0
-    assert twice == 0
-
-
-def test_where_host_memory_is_slow_replicas_of_other_nodes_are_kept():
-    counts_GE = _workload("G16", 2048).draw(seed=2).counts()[0, 0]
-    topology = HARDWARE["h100"].topology(16, 2)
-    costs = CostModel(model=MODELS["qwen3-30b-a3b"], hardware=HARDWARE["h100"], dispatcher="dedup", paths="host")
-    cell = plan(counts_GE[None, None], topology, PlanOptions(slots="shared")).cell(0, 0)
-    dead = replace(topology, links=replace(topology.links, host_bytes_per_s=1e6))
-    [kept] = _window(counts_GE[None], dead, costs).pruned([cell])
-    from_afar_R = cell.rank_R // 8 != cell.home_E[cell.expert_R] // 8
-    assert 0 < from_afar_R.sum() < len(from_afar_R)
-    assert kept.expert_R.tolist() == cell.expert_R[from_afar_R].tolist()
-
-
-def heavy(costs, factor):
-    """Experts so many times as large, which are none the slower to compute with."""
-    machine = costs.hardware
-    rates = {name: factor * getattr(machine, name) for name in ("gemm_flops_per_s", "memory_bytes_per_s")}
-    model = replace(costs.model, intermediate=factor * costs.model.intermediate)
-    return replace(costs, model=model, hardware=replace(machine, **rates))
 
 
 def test_declining_is_never_slower_and_keeps_slots_true():

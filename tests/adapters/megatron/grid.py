@@ -56,8 +56,6 @@ class Cell:
         return " ".join([self.split, self.recompute, self.dispatcher, "packed" if self.packed else "padded"])
 
 
-RECOMPUTE = ("none", "selective", "uniform", "block")
-DISPATCHERS = ("alltoall", "allgather")
 MOST_RANKS = 4
 """What two cores carry."""
 
@@ -75,16 +73,7 @@ SAMPLE = [
     Cell(pp=2, vpp=2, cp=2, dispatcher="allgather", packed=True),
     Cell(pp=2, vpp=2, tp=2, ep=2, recompute="selective"),
 ]
-"""Every pair of the values of any two of these axes."""
-AXES = {
-    "stages": ((1, 1), (2, 1), (2, 2)),
-    "tp": (1, 2),
-    "cp": (1, 2),
-    "ep": (1, 2),
-    "recompute": RECOMPUTE,
-    "dispatcher": DISPATCHERS,
-    "packed": (False, True),
-}
+"""Every pair of values of stages, tp, cp, ep, recomputation, dispatcher and packing."""
 
 
 def with_settings(cell_settings, **cell):
@@ -99,13 +88,6 @@ BIASED = {
 
 SHAPES = {
     "a stage of dense layers": with_settings({"moe_layer_freq": [0, 0, 1, 1]}, pp=2, recompute="block"),
-    "a virtual stage of dense layers": with_settings(
-        {"moe_layer_freq": [0, 1, 1, 1]}, pp=2, vpp=2, recompute="uniform"
-    ),
-    "dense and routed by turns": with_settings({"moe_layer_freq": [1, 0, 1, 0]}, pp=2, vpp=2, packed=True),
-    "short first virtual stages": with_settings(
-        {"num_layers_in_first_pipeline_stage": 2}, pp=2, vpp=2, layers=6, recompute="uniform"
-    ),
     "short last virtual stages, dense first": with_settings(
         {"num_layers_in_last_pipeline_stage": 2, "moe_layer_freq": [0, 1, 1, 0, 1, 1]},
         pp=2,
@@ -121,7 +103,6 @@ SHAPES = {
     "experts over tensor ranks": with_settings(
         {}, ep=2, tp=2, etp=2, layers=2, dispatcher="allgather", recompute="uniform"
     ),
-    "two blocks to a checkpoint": with_settings({"recompute_num_layers": 2}, recompute="uniform"),
     "a shared expert, limited to groups": with_settings(
         {**BIASED, "moe_router_num_groups": 4, "moe_router_group_topk": 2, "moe_shared_expert_intermediate_size": 32},
         recompute="uniform",
@@ -166,46 +147,36 @@ class ExecutionCase:
 
 
 OVERLAP = (("overlap_grad_reduce", True), ("bucket_size", 3000))
-EXECUTED = {
-    "ep2": ExecutionCase(Cell(ep=2, layers=2)),
-    "ep2-tp2": ExecutionCase(Cell(ep=2, tp=2, layers=2)),
-    "ep2-cp2": ExecutionCase(Cell(ep=2, cp=2, layers=2), complete=False),
-    "ep4": ExecutionCase(Cell(ep=4, layers=2), 4),
-    "ep2-pp2-vpp2": ExecutionCase(Cell(ep=2, pp=2, vpp=2), 4),
-    "ep2-edp2": ExecutionCase(Cell(ep=2, layers=2), 4, told=OVERLAP),
-    "ep2-edp2-distributed": ExecutionCase(Cell(ep=2, layers=2), 4, "distributed", OVERLAP),
-}
-"""The splits under which plans are executed."""
 PLANS = ("static", "planned", "random")
 """Every expert at its home; the planner's; valid ones of no merit, which also move homes."""
 
 
-EXECUTED_AXES = RECOMPUTE, DISPATCHERS, (False, True), PLANS
-SAMPLED = {
-    "ep2": (("none", "alltoall", True, "planned"), ("uniform", "allgather", False, "static")),
-    "ep2-tp2": (("none", "alltoall", False, "static"), ("uniform", "allgather", True, "random")),
-    "ep2-cp2": (("block", "alltoall", True, "planned"), ("selective", "allgather", False, "planned")),
-    "ep4": (("uniform", "alltoall", True, "random"), ("block", "allgather", False, "planned")),
-    "ep2-pp2-vpp2": (("uniform", "alltoall", False, "planned"), ("none", "allgather", True, "random")),
-    "ep2-edp2": (("block", "alltoall", False, "random"), ("selective", "allgather", True, "static")),
-    "ep2-edp2-distributed": (("selective", "alltoall", True, "random"), ("block", "allgather", False, "static")),
+def under(kind, ranks=2, more=(), layers=2, **cell):
+    """(case, kinds of plans) of ranks that share experts in two."""
+    return ExecutionCase(Cell(ep=2, layers=layers, **cell), ranks, **dict(more)), (kind,)
+
+
+GATHERED, PARTLY, OVERLAPPING = {"dispatcher": "allgather"}, {"complete": False}, {"told": OVERLAP}
+DISTRIBUTED = {"optimizer": "distributed", **OVERLAPPING}
+EXECUTED = {
+    "ep2": [under("planned", packed=True), under("static", recompute="uniform", **GATHERED)],
+    "ep2-tp2": [under("static", tp=2), under("random", tp=2, recompute="uniform", packed=True, **GATHERED)],
+    "ep2-cp2": [
+        under("planned", more=PARTLY, cp=2, recompute="block", packed=True),
+        under("planned", more=PARTLY, cp=2, recompute="selective", **GATHERED),
+    ],
+    "ep2-pp2-vpp2": [
+        under("planned", 4, layers=4, pp=2, vpp=2, recompute="uniform"),
+        under("random", 4, layers=4, pp=2, vpp=2, packed=True, **GATHERED),
+    ],
+    "ep2-edp2": [
+        under("random", 4, OVERLAPPING, recompute="block"),
+        under("random", 4, DISTRIBUTED, recompute="selective", packed=True),
+        under("static", 4, DISTRIBUTED, recompute="block", **GATHERED),
+        under("planned", 4, {"optimizer": "distributed", "told": (*OVERLAP, ("overlap_param_gather", True))}),
+    ],
 }
-"""By split, values of `EXECUTED_AXES`: every pair of them."""
-EXECUTED_BY_NIGHT = ("ep4",)
-
-
-def executions_of(name):
-    """(case, kinds of plans) of one split."""
-    case = EXECUTED[name]
-    return [
-        (
-            dataclasses.replace(
-                case, cell=dataclasses.replace(case.cell, recompute=recompute, dispatcher=dispatcher, packed=packed)
-            ),
-            (kind,),
-        )
-        for recompute, dispatcher, packed, kind in SAMPLED[name]
-    ]
+"""By split, what runs in the same processes."""
 
 
 THREE_PICKS = {"moe_router_topk": 3, "moe_router_load_balancing_type": "aux_loss", "moe_aux_loss_coeff": 0.1}
@@ -222,9 +193,8 @@ GROUPED = {
         Cell(ep=2, layers=2, experts="grouped, fused", recompute="selective", dispatcher="allgather", packed=True)
     ),
     "grouped, fused, distributed": ExecutionCase(
-        Cell(ep=2, layers=2, experts="grouped, fused", recompute="block"), 4, "distributed", OVERLAP
+        Cell(ep=2, layers=2, experts="grouped, fused", recompute="block"), 4, **DISTRIBUTED
     ),
-    "grouped, fused, virtual stages": ExecutionCase(Cell(ep=2, pp=2, vpp=2, experts="grouped, fused"), 4),
 }
 """Experts in TEGroupedMLP, each under all kinds of plans."""
 
@@ -248,9 +218,7 @@ FLEX = {
         ("planned",),
     ),
     "ep4": (Cell(ep=4, layers=2, recompute="selective"), 4, {}, ("random",)),
-    "ep4, kept slots": (Cell(ep=4, layers=2, recompute="selective"), 4, {}, ("planned",)),
     "ep2-pp2, all recomputed": (Cell(ep=2, pp=2, layers=2, recompute="uniform", packed=True), 4, {}, ("planned",)),
-    "ep2-pp2-vpp2": (Cell(ep=2, pp=2, vpp=2, recompute="block"), 4, {}, ("random",)),
     "ep2-edp2": (Cell(ep=2, layers=2), 4, {"told": OVERLAP}, ("planned",)),
 }
 """Splits under which plans are executed on flex: (cell, ranks, what more the case has, kinds of plans)."""

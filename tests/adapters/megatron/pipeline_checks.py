@@ -9,20 +9,14 @@ import tempfile
 from pathlib import Path
 from unittest import mock
 
-import numpy as np
-import pytest
 import torch
 import torch.distributed as dist
 import transformers
-from megatron.core import parallel_state
 from safetensors.torch import load_file
 
-from examples.pipeline import sync, train, weights
-from examples.pipeline.policy import Policy, make_checkpoint
+from examples.pipeline import train
 from foreroute.adapters.checkpoint import FolderWriter, quiet_transformers
 from foreroute.engines.embedded import EmbeddedEngine
-from foreroute.errors import ConfigError, EngineError
-from foreroute.testing.models import same_bits
 from tests.adapters.megatron.test_home_checkpoints import children_allowed
 
 LOST = "model.layers.2.mlp.experts.5.down_proj.weight"
@@ -60,15 +54,6 @@ class LosingEngine(TransformersEngine):
         super().load_weights(((n, self.first if n == LOST else weight) for n, weight in named), version)
 
 
-class FullDisk(TransformersEngine):
-    """Fails when some weights have been taken, and others have not."""
-
-    def load_weights(self, named, version):
-        for number, _ in enumerate(named):
-            if number == 3:
-                raise EngineError("no space left")
-
-
 def read(folder):
     with quiet_transformers():
         return transformers.AutoModelForCausalLM.from_pretrained(
@@ -102,35 +87,3 @@ def dies(folder, rollouts, split, steps, dying):
 
     with mock.patch.object(train, "average_gradients", killed):
         return trains(folder, rollouts, split, steps)
-
-
-def exports(folder, split):
-    """Weights as they were loaded, at homes and away: bit for bit; and with homes that are taken for granted."""
-    checkpoint, rank = Path(folder), dist.get_rank()
-    train.Split(*split).initialize()
-    sync.on_first_rank(lambda: make_checkpoint(checkpoint))
-    policy = Policy.of(checkpoint, torch.float32)
-    wanted = load_file(checkpoint / "model.safetensors")
-    assert not differing(dict(policy.exported()), wanted)
-    policy.routed.move_homes(np.random.default_rng(0).permuted(policy.routed.block_home_LE, axis=1), None)
-    assert not differing(dict(policy.exported()), wanted)
-    with mock.patch.object(type(policy.routed), "home_LE", policy.routed.block_home_LE):
-        wrong = differing(dict(policy.exported()), wanted)
-    has_homes = parallel_state.get_expert_model_parallel_world_size() > 1
-    assert any(".experts." in name for name in wrong) == (has_homes and rank == 0), wrong
-
-
-def differing(exported, wanted):
-    """On the first rank, which has all of them."""
-    if dist.get_rank():
-        assert not exported
-        return []
-    assert exported.keys() == wanted.keys()
-    return [name for name in wanted if not same_bits(exported[name], wanted[name])]
-
-
-def refuses_what_cannot_be_converted():
-    config = {"num_key_value_heads": 2, "num_attention_heads": 4}
-    for name in ("decoder.layers.0.mlp.shared_experts.linear_fc1.weight", "decoder.layers.0.mlp.linear_fc1.bias"):
-        with pytest.raises(ConfigError, match=f"Qwen3-MoE.*{name}"):
-            weights.Stacked.of(name, config)

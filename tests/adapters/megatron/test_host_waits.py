@@ -1,27 +1,21 @@
 """A chunk on a device that counts the waits of the host: replay adds none."""
 
 import contextlib
-from functools import partial
-from types import SimpleNamespace
 from unittest import mock
 
 import torch
 
-from foreroute.adapters.megatron.forward_args import Call
-from foreroute.adapters.megatron.route_shard import RouteShard
-from foreroute.core.deferred_checks import DeferredChecks
 from foreroute.ep import dispatch
-from foreroute.errors import BatchMismatchError, LayoutError
-from foreroute.layout import pack, pad
+from foreroute.layout import pad
 from foreroute.plan import PlanOptions, Topology
 from foreroute.planner import plan
-from foreroute.replay import Policy, RootRows
+from foreroute.replay import RootRows
 from foreroute.testing.counting_device import DEVICE, other_device
 from tests.adapters.megatron.executed_plans import LINKS
 from tests.adapters.megatron.forked_ranks import on_ranks
 from tests.adapters.megatron.one_rank import MegatronSubject, model
 from tests.ep.test_host_waits import waiting
-from tests.replay.session_subject import batch_of, foreign, refuses
+from tests.replay.session_subject import batch_of, foreign
 
 WIDTH = 12
 WHOLE, SHORT = batch_of(WIDTH, WIDTH), batch_of(WIDTH, 7)
@@ -76,46 +70,6 @@ def test_a_replayed_forward_waits_for_nothing():
             with there.routed.listening(rows := RootRows(there.routed)), there.routed.replay(shard):
                 assert there.waits() == unpatched, "roots are counted"
             assert rows.read(there.trace.lengths).roots_N.any()
-            with a_read_put_back(), there.routed.replay(shard):
-                assert there.waits() == unpatched + 1, "the device does not count"
-
-
-@contextlib.contextmanager
-def a_read_put_back():
-    """The control: tokens are compared where the host waits for them."""
-    compare = RouteShard._compare_tokens
-
-    def reading(shard, tokens, mask, checks):
-        tokens.cpu()
-        compare(shard, tokens, mask, checks)
-
-    with mock.patch.object(RouteShard, "_compare_tokens", reading):
-        yield
-
-
-@on_ranks(1)
-def test_packed_batches_are_read_only_where_there_is_padding_in_them():
-    """Their offsets are compared with those of the trace there, and told late."""
-    routed, batch = MegatronSubject(model()).routed, batch_of(5, 7)
-    trace, tokens = foreign(routed.spec, batch), batch.ids_BT[batch.real_BT]
-    with other_device() as device:
-        for slots, reads in (((5, 7), 0), ((6, 8), 1), ((4, 8), None)):
-            given = torch.cat([tokens, tokens.new_zeros(sum(slots) - 12)])
-            if reads == 1:
-                given = torch.cat([tokens[:5], tokens.new_zeros(1), tokens[5:], tokens.new_zeros(1)])
-            offsets = torch.tensor([0, slots[0], sum(slots)], dtype=torch.int32)
-            packed = SimpleNamespace(cu_seqlens_q=offsets.to(DEVICE), cu_seqlens_q_padded=None)
-            call = Call(given[None].to(DEVICE), packed, None, None, 0, len(given), DEVICE, routed.chunks[0])
-            policy, checks = Policy("error", "spread", "native", False), DeferredChecks()
-            device.reads.clear()
-            rows = routed.routes_of(trace, None, policy).of_pass(0, call, policy, checks)
-            if reads is None:
-                refuses(LayoutError, "sequence 0 has 5 tokens", checks.wait)
-                continue
-            assert sum(device.reads.values()) == reads, slots
-            checks.wait()
-            expected = routed.shard(trace, pack(batch.lengths, padded_lengths=slots)).rows(routed.layers, DEVICE)
-            assert torch.equal(rows.ids_LRK.values_here, expected.ids_LRK.values_here)
 
 
 @on_ranks(1)
@@ -130,22 +84,6 @@ def test_a_recorded_forward_waits_for_nothing():
             trace, lengths = recording.trace(), SHORT.lengths if masked else WHOLE.lengths
             expected = [row[:length].tolist() for row, length in zip(SHORT.ids_BT, lengths, strict=True)]
             assert [trace.tokens(s).tolist() for s in range(2)] == expected
-
-
-@on_ranks(1)
-def test_what_is_wrong_is_told_when_the_session_ends():
-    """What was given is remembered, of one sequence too, whose rows lie in the order of routers already."""
-    for name, at, value, said in (
-        ("tokens", (0, 3), 0, "token 0 in the batch"),
-        ("padding", (0, 0), True, "is a token to the trace and padding to the batch, by its padding_mask"),
-    ):
-        with chunk(SHORT.select(1), masked=True) as there, torch.no_grad():
-            getattr(there, name)[at] = value
-            session = there.routed.replay(there.routed.shard(there.trace, there.layout))
-            session.__enter__()
-            there.forward()
-            there.overwrite()
-            refuses(BatchMismatchError, said, partial(session.__exit__, None, None, None))
 
 
 @on_ranks(1)

@@ -1,7 +1,6 @@
 """What no rank can do alone: put a recording together, and refuse a model of which one stage cannot be replayed."""
 
 import numpy as np
-import pytest
 import torch.distributed as dist
 
 from foreroute.adapters import megatron
@@ -20,14 +19,6 @@ from tests.replay.session_subject import refuses
 def test_margins_and_rollouts_are_put_together_on_every_rank():
     check_margins_and_rollouts(Cell(pp=2, vpp=2, recompute="block"))
     check_margins_and_rollouts(Cell(cp=2, packed=True))
-
-
-@pytest.mark.slow
-@on_ranks(2)
-def test_so_they_are_in_other_splits():
-    check_margins_and_rollouts(Cell(tp=2, packed=True, recompute="selective"))
-    # the first of its virtual stages has no router
-    check_margins_and_rollouts(Cell(pp=2, vpp=2, recompute="uniform", settings=(("moe_layer_freq", [0, 1, 1, 1]),)))
 
 
 def check_margins_and_rollouts(cell):

@@ -8,25 +8,12 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from foreroute.testing.ranks import environment, torchrun
-from tests.adapters.megatron.forked_ranks import ROOT, run
+from tests.adapters.megatron.forked_ranks import run
 
 CLOSE = 1e-9
 STEPS, BY_NIGHT = 2, 20
 
 pytestmark = pytest.mark.slow
-
-
-def test_what_cannot_be_converted_is_refused():
-    run("pipeline_checks.refuses_what_cannot_be_converted")
-
-
-@pytest.mark.parametrize(
-    ("ranks", "split"),
-    [(4, (1, 2, 2)), pytest.param(4, (2,), marks=pytest.mark.exhaustive)],
-)
-def test_exported_weights_are_the_trainers_bit_for_bit(tmp_path, ranks, split):
-    run("pipeline_checks.exports", str(tmp_path / "checkpoint"), split, ranks=ranks)
 
 
 @pytest.fixture(scope="module")
@@ -121,25 +108,6 @@ def test_the_canary_ends_a_run_whose_engine_lacks_one_experts_weights(four, tmp_
         ended[0][1],
     ), ended[0][1]
     assert ended[1][1] == ""
-
-
-def test_a_sync_that_fails_half_way_ends_all_ranks(four, tmp_path):
-    first, other = run("pipeline_checks.trains", str(begun(four(STEPS), tmp_path)), None, (2,), 1, "FullDisk", ranks=2)
-    assert first == (1, "the run ends: EngineError: no space left\n")
-    assert other == (1, "")
-
-
-@pytest.mark.exhaustive
-def test_a_real_vllm_samples_for_four_ranks(tmp_path, vllm_python):
-    arguments = (tmp_path / "run", "--vllm-python", vllm_python, "--pipeline", "2", "--steps", "3")
-    done = torchrun(4, "-m", "examples.pipeline.train", *arguments, timeout=300, cwd=ROOT, env=environment())
-    assert done.returncode == 0, done.stderr[-3000:]
-    for step in metrics(tmp_path / "run"):
-        assert step["disagreement"] == 0
-        assert step["k3"] < 1e-9
-        assert step["canary_nats"] < 1e-4
-        assert step["executed"] == step["planned"]
-    assert len(metrics(tmp_path / "run")) == 3
 
 
 def metrics(folder):

@@ -1,8 +1,6 @@
 """Layers that cannot execute plans: each is named with its reason, on all ranks alike where one has such a layer."""
 
 import contextlib
-import warnings
-from unittest import mock
 
 import pytest
 import torch
@@ -12,10 +10,7 @@ from torch.distributed.tensor import DTensor
 
 from foreroute.adapters.megatron.planned_layer import REFUSED_SETTINGS
 from foreroute.errors import PlanError
-from foreroute.plan import Topology
-from foreroute.plan.capabilities import EXECUTES, Ability
-from foreroute.planner import plan
-from tests.adapters.megatron.executed_plans import LINKS, Planned
+from tests.adapters.megatron.executed_plans import Planned
 from tests.adapters.megatron.forked_ranks import on_ranks
 from tests.adapters.megatron.grid import Cell, ExecutionCase
 from tests.adapters.megatron.training_step import moe_layers
@@ -27,34 +22,13 @@ def test_layers_and_settings():
         expert = block.experts.local_experts[0]
         refused(of_class(block.token_dispatcher, "Other"), "a Other, .* alltoall, allgather or flex")
         refused(of_class(block.experts, "Other"), "experts are a Other, .* build the layer with TEGroupedMLP")
-        refused(of_class(block.experts, "GroupedMLP"), "a GroupedMLP, .* set moe_use_legacy_grouped_gemm=False")
         refused(of_class(expert.linear_fc1, "Other"), "keeps state for each of its weights")
         refused(of_class(block, "Other", preprocess=lambda *args: None), "with a forward of its own")
         refused(said(block.token_dispatcher, "tp_size", 2), "a replica is a whole expert")
         refused(frozen(expert.linear_fc2.weight), "linear_fc2.weight of its experts is frozen")
         refused(sharded(expert.linear_fc2), "linear_fc2.weight of its experts is sharded by FSDP")
-        refused(said(expert.linear_fc2.weight, "__fsdp_param__", True), "sharded by FSDP")
         for name in REFUSED_SETTINGS:
             refused(said(block.config, name, 2.0), f"{name}=")
-
-
-@on_ranks(2)
-def test_what_megatron_does_not_execute_of_a_plan_is_warned_of():
-    """By its own row of the table: here the other executor could do all."""
-    at = Planned.of(ExecutionCase(Cell(ep=2, layers=2)), kind="static")
-    one_node, nodes = (plan(at.counts_MLGE, Topology(2, per_node, 1, LINKS)) for per_node in (2, 1))
-
-    def lacks(plan):
-        with warnings.catch_warnings(record=True) as caught:
-            warnings.simplefilter("always")
-            with at.routed.execute(plan, at.counts_MLGE, at.shards):
-                at.step()
-        return [text for text in (str(each.message) for each in caught) if "the plan asks for" in text]
-
-    with mock.patch.dict(EXECUTES, hf=frozenset(Ability)):
-        assert lacks(one_node) == []
-        (found,) = lacks(nodes)
-    assert found.startswith(f"the plan asks for {Ability.NODES}")
 
 
 @on_ranks(2)

@@ -11,7 +11,7 @@ from foreroute.adapters import megatron
 from foreroute.adapters.megatron.recording import gather_objects
 from foreroute.ep.transfer.home_moves import MovingLayer
 from foreroute.ep.transfer.transfers import Transfer
-from foreroute.errors import PlanError, TransferError
+from foreroute.errors import TransferError
 from tests.adapters.megatron.cpu_optimizers import Trained
 from tests.adapters.megatron.forked_ranks import on_ranks
 from tests.adapters.megatron.grid import Cell
@@ -31,7 +31,7 @@ class OtherLayer(MoELayer):
 @pytest.mark.slow
 @on_ranks(2)
 def test_refusals():
-    for refusal in (of_gradients, of_optimizers, of_layers, of_faults, of_a_second_attach):
+    for refusal in (of_gradients, of_layers, of_faults):
         initialize(CELL)
         chunks = build(CELL)
         refusal(megatron.attach(chunks), chunks)
@@ -43,22 +43,6 @@ def of_gradients(routed, chunks):
     if here():
         parameter.main_grad[0, 0] = 1.0
     refused(TransferError, "rank 1: .* has a gradient; move homes between two steps", routed, swapped(routed), trained)
-
-
-def of_optimizers(routed, chunks):
-    strange = torch.optim.AdamW([torch.nn.Parameter(torch.zeros(2))])
-    refused(TransferError, "is trained, and is no parameter of the optimizer", routed, swapped(routed), strange)
-    refused(TransferError, "not known where a dict keeps its state", routed, swapped(routed), {})
-    adamw = torch.optim.AdamW(chunks[0].parameters())
-    parameter = some_parameter(chunks)
-    if here():
-        adamw.state[parameter] = {"exp_avg": torch.zeros_like(parameter), "step": torch.tensor(1.0)}
-    refused(TransferError, "Step the optimizer on all ranks or on none", routed, swapped(routed), adamw)
-    adamw.state[parameter] = {"exp_avg": torch.zeros_like(parameter, device="meta")}
-    refused(TransferError, "exp_avg of .* is on meta and the parameter on cpu", routed, swapped(routed), adamw)
-    for p in chunks[0].parameters():
-        adamw.state[p] = {"step": torch.tensor(3.0 + (here() and p is parameter))}
-    refused(TransferError, r"counts differently .*\('step', 3.0\), \('step', 4.0\)", routed, swapped(routed), adamw)
 
 
 def of_layers(routed, chunks):
@@ -85,12 +69,6 @@ def of_faults(routed, chunks):
         refused(TransferError, "none were: rank 1: out of memory", routed, swapped(routed))
     with mock.patch.object(Transfer, "wait", fails_on_rank_one):
         refused(TransferError, "none were: rank 1: the network is down", routed, swapped(routed))
-
-
-def of_a_second_attach(routed, chunks):
-    other = megatron.attach(chunks)
-    other.move_homes(swapped(routed), None)
-    refused(PlanError, "attached twice", routed, routed.block_home_LE)
 
 
 @on_ranks(2)

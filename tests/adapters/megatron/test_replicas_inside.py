@@ -1,12 +1,10 @@
 """What plans leave as it was inside Megatron: gradients, checkpoints and memory. And what is spread by them."""
 
-import gc
 from unittest import mock
 
 import pytest
 import torch
 
-from foreroute.ep.replicas import Replicas
 from foreroute.ep.transfer import engine
 from foreroute.ep.transfer.gradients import GradientReturn
 from foreroute.plan import PlanOptions, Topology
@@ -22,7 +20,6 @@ from tests.adapters.megatron.executed_plans import (
 from tests.adapters.megatron.forked_ranks import on_ranks
 from tests.adapters.megatron.grid import Cell, ExecutionCase
 from tests.adapters.megatron.grid_checks import carrying
-from tests.adapters.megatron.grouped_linear import GroupedLinear
 from tests.adapters.megatron.micro_batches import layout_of
 from tests.adapters.megatron.training_step import forward_step, step
 
@@ -120,44 +117,6 @@ def test_checkpoints_do_not_see_replicas():
             at.step()
             assert kept(at.chunks[0]) == before
         assert any(transfer.kind == "return" for transfer in execution.transfers)
-
-
-@on_ranks(2)
-def test_modules_of_replicas_are_kept_from_one_execution_to_the_next():
-    """Transformer Engine's are dear to make; they are made once for each layer and number, and draw nothing."""
-    at = Planned.of(ExecutionCase(Cell(ep=2, layers=2, experts="grouped")))
-    made, make = [], GroupedLinear.__init__
-
-    def counted(self, *args, **named):
-        state = torch.get_rng_state()
-        make(self, *args, **named)
-        assert torch.equal(torch.get_rng_state(), state)
-        made.append(args[0])
-
-    with mock.patch.object(GroupedLinear, "__init__", counted):
-        for _ in range(2):
-            with at.execute():
-                at.step()
-            made.append(None)
-    first, second = made[: made.index(None)], made[made.index(None) + 1 : -1]
-    assert first
-    assert second == []
-
-
-@pytest.mark.slow
-@on_ranks(2)
-def test_nothing_of_executions_piles_up():
-    """Megatron keeps tensors of a pass, and nodes of autograd lead from them to what executed it: circles for ever."""
-    at = Planned.of(ExecutionCase(Cell(ep=2, layers=2)))
-    for _ in range(3):
-        with at.execute() as execution:
-            at.step()
-        assert any(transfer.kind == "return" for transfer in execution.transfers)
-    # what a first collection frees of autograd holds what a second one finds
-    gc.collect()
-    gc.collect()
-    alive = [type(each) for each in gc.get_objects() if isinstance(each, Replicas | type(execution))]
-    assert alive == [type(execution)], alive
 
 
 def kept(chunk):

@@ -28,20 +28,8 @@ def test_rows_of_tensor_parallel_ranks():
 
 
 @pytest.mark.slow
-@on_ranks(2)
-def test_so_they_are_in_other_splits():
-    check_rows(Cell(cp=2, layers=2))
-    # ranks of tensor parallelism that have the same rows
-    check_rows(Cell(tp=2, layers=2, settings=(("sequence_parallel", False),)))
-    check_rows(Cell(cp=2, layers=2, packed=True))
-    # stages of a pipeline; the first of its virtual stages has no router
-    check_rows(Cell(pp=2, vpp=2, settings=(("moe_layer_freq", [0, 1, 1, 1]),)))
-
-
-@pytest.mark.slow
 @on_ranks(4)
-def test_so_they_are_where_ranks_share_rows_in_two_ways_and_layers():
-    check_rows(Cell(cp=2, tp=2, layers=2, packed=True))
+def test_so_they_are_where_ranks_share_rows_and_layers():
     check_rows(Cell(pp=2, cp=2))
 
 

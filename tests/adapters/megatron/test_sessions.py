@@ -1,11 +1,8 @@
 """What sessions of Megatron-Core have beside those of others: routes that are cut, wrapped steps, its own replay."""
 
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
 from functools import partial
-from types import SimpleNamespace
 
-import pytest
 import torch
 from megatron.core.transformer.moe.router_replay import RouterReplay, RouterReplayAction
 
@@ -14,15 +11,12 @@ from foreroute.errors import (
     AttachError,
     BatchMismatchError,
     ConfigError,
-    LayoutError,
     ReplayError,
     StaleTraceError,
-    TraceError,
 )
 from foreroute.layout import pad
 from tests.adapters.megatron.forked_ranks import on_ranks
 from tests.adapters.megatron.one_rank import MegatronSubject, model
-from tests.python_calls import calls_per_layer
 from tests.replay.session_subject import (
     batch_of,
     entering,
@@ -35,7 +29,6 @@ from tests.replay.session_subject import (
 )
 
 BATCH = batch_of(9, 9)
-ROWS = sum(BATCH.lengths)
 
 
 def prepared(**settings):
@@ -92,17 +85,14 @@ def test_a_wrapped_step_tells_what_went_wrong():
     on.routed = megatron.attach(wrapped)
     trace, replaying = foreign(on.routed.spec, BATCH), on.routed.replaying
     batch, run = {"ids": BATCH, "routes": trace}, replaying(Step(on))
-    listed, misspelled, bare = {"ids": BATCH, "routes": []}, {"ids": BATCH, "route": trace}, SimpleNamespace(ids=BATCH)
+    listed, misspelled = {"ids": BATCH, "routes": []}, {"ids": BATCH, "route": trace}
     forgets = replaying(lambda given, _: next(given))
-    greedy = replaying(lambda given, _: on.run([next(given), next(given)][0]["ids"]))
     late = replaying(lambda given, _: on.run(BATCH))
     for error, said, wrong, batches, called in (
         (BatchMismatchError, "no data iterator", run, None, on.model),
         (BatchMismatchError, "routes of a batch are a list", run, [listed], on.model),
         (BatchMismatchError, "none under 'routes'", run, [misspelled], on.model),
-        (BatchMismatchError, "none under 'routes'", run, [bare], on.model),
         (ReplayError, "no forward of the attached model ran", forgets, [batch], on.model),
-        (ReplayError, "took 2 batches", greedy, [batch, batch], on.model),
         (ReplayError, "took 0 batches", late, [batch], on.model),
         (AttachError, "another model", run, [batch], model(seed=1)),
     ):
@@ -117,56 +107,3 @@ def test_a_wrapped_step_tells_what_went_wrong():
         refuses(ReplayError, "already replaying", lambda: run(iter([batch]), on.model))
         with ThreadPoolExecutor(1, thread_name_prefix="other") as other_thread:
             refuses(ReplayError, "thread 'other_0'", other_thread.submit(run, iter([batch]), on.model).result)
-
-
-@on_ranks(1)
-def test_a_wrapped_step_adds_up_telemetry():
-    on, other, _ = prepared()
-    own, run = recorded(on, BATCH), on.routed.replaying(Step(on), telemetry=True)
-    refuses(ReplayError, "no telemetry", run.agreement)
-    for routes in (own, None, own):
-        run(iter([{"ids": BATCH, "routes": routes}]), on.model)
-    assert run.agreement().rows == 2 * ROWS
-    assert not run.agreement().differing_L.any()
-    run(iter([{"ids": BATCH, "routes": other}]), on.model)
-    assert run.agreement().rows == 3 * ROWS
-    assert run.agreement().differing_L.min() > 0
-    assert run.expert_counts_LE().sum() == 3 * ROWS * own.spec.num_layers * own.spec.top_k
-
-
-@pytest.mark.slow
-@on_ranks(1)
-def test_a_layer_costs_few_calls():
-    """However many guards there are, what is the same for all layers is done once for a pass."""
-
-    @contextmanager
-    def steps(recompute, layers):
-        on, trace, _ = prepared(recompute=recompute, layers=layers, moe_layer_freq=[1] * layers)
-        with on.routed.replay(trace):
-            yield lambda: on.loss(BATCH).backward()
-
-    for recompute, most in (("none", 12), ("uniform", 40)):
-        calls = calls_per_layer(partial(steps, recompute))
-        assert 1 < calls <= most, (recompute, calls)
-
-
-@on_ranks(1)
-def test_arguments_of_the_wrong_kind_are_refused_by_name():
-    """Where this framework takes them and others do not; `tests.replay` has what all take."""
-    on, trace, layout = prepared()
-    routed = on.routed
-    placed = routed.shard(trace, layout)
-    for error, said, call in (
-        (ConfigError, "expected a whole number", entering(routed.replay, placed, weight_version=True)),
-        (ConfigError, "padding is 'zero'", lambda: routed.shard(trace, layout, padding="zero")),
-        (ConfigError, "missing is None", lambda: routed.shard(trace, layout, missing=None)),
-        (ConfigError, "counts is 'both'", lambda: routed.replaying(print, counts="both")),
-        (ConfigError, "True or False", lambda: routed.replaying(print, telemetry=1)),
-        (ConfigError, "forward_step is a", lambda: routed.replaying(None)),
-        (ConfigError, "routes_of is a", lambda: routed.replaying(print, routes_of="routes")),
-        (TraceError, "expected a RoutingTrace", lambda: routed.shard([trace], layout)),
-        (LayoutError, "layout is a", lambda: routed.shard(trace, None)),
-        (LayoutError, "layout is a", entering(routed.replay, trace, "right")),
-    ):
-        refuses(error, said, call)
-    replayed(on, trace, BATCH)

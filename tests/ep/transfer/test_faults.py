@@ -16,9 +16,8 @@ import torch.distributed as dist
 
 from foreroute.ep.agreement import RankConsensus
 from foreroute.ep.transfer.engine import TransferEngine, TransferOptions
-from foreroute.ep.transfer.host_memory import HostMemory, create_file, open_shared
+from foreroute.ep.transfer.host_memory import HostMemory
 from foreroute.ep.transfer.peers import PeerGroup
-from foreroute.errors import TransferError
 from tests.ep.transfer.plans import random_plan
 from tests.ep.transfer.toy import begin, consensus, make_engine, peers, shards, walk
 from tests.tiers import grid
@@ -84,6 +83,7 @@ def walk_under(rank, plan, fault):
         return wrong, engine._peers.happened
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("what", ["replicas of step 0, micro-step 1, routed layer 2", "gradients of step 0"])
 def test_the_comparison_sees_a_corrupt_payload(workers, what):
     found = workers(4).run(walk_under, random_plan(0, ranks=4, slots=3), Fault("corrupt", 1, what))
@@ -115,6 +115,7 @@ def read_late(rank, plan, votes):
     return torch.equal(late, before), torch.equal(row, after)
 
 
+@pytest.mark.slow
 def test_nothing_is_written_while_another_rank_still_reads(workers):
     plan = random_plan(0, ranks=2, slots=3)
     assert workers(2).run(read_late, plan, True) == [(True, True)] * 2
@@ -194,26 +195,3 @@ def test_what_cannot_begin_on_any_rank_is_refused_on_all_with_one_message(worker
     assert kind == "TransferError"
     assert re.search(words, message)
     assert not leaked()
-
-
-def test_files_of_the_dead_are_removed_and_those_of_the_living_kept(workers, tmp_path):
-    stale = tmp_path / f"foreroute-{os.getuid()}-1-dead"
-    stale.write_bytes(b"x")
-    theirs = tmp_path / f"foreroute-{os.getuid() + 1}-1-dead"
-    theirs.write_bytes(b"x")
-    alive = create_file(tmp_path, 64)
-    assert workers(2).outcomes(look_in, random_plan(0, ranks=2), str(tmp_path)) == [None, None]
-    assert sorted(tmp_path.iterdir()) == sorted([theirs, alive.path])
-    alive.unname()
-    assert list(tmp_path.iterdir()) == [theirs]
-
-
-def test_memory_of_another_machine_or_that_cannot_be_mapped_is_refused_and_not_made_up(tmp_path):
-    (tmp_path / "foreroute-folder").mkdir()
-    for name, said in (
-        ("foreroute-elsewhere", "they are on different machines"),
-        ("foreroute-folder", f"cannot map {tmp_path}/foreroute-folder: "),
-    ):
-        with pytest.raises(TransferError, match=re.escape(said)):
-            open_shared(str(tmp_path / name), 64)
-    assert [each.name for each in tmp_path.iterdir()] == ["foreroute-folder"]

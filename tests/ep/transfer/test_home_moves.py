@@ -91,6 +91,7 @@ def test_training_with_moves_equals_training_without(workers, ranks, optimizer):
     assert sum(received for received, _ in outcomes) == changed * row_bytes * tensors
 
 
+@pytest.mark.slow
 def test_the_comparison_sees_optimizer_state_that_stayed_behind(workers):
     moving = homes_of_steps(2, 2, 4)
     outcomes = workers(2).run(train, moving, "adamw", False)

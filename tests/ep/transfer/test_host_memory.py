@@ -1,15 +1,12 @@
 """What the host path takes, page-locks and waits for, against counts from the plan; and what closing it waits for."""
 
-from contextlib import ExitStack, chdir, closing, nullcontext
-from pathlib import Path
-from types import SimpleNamespace
+from contextlib import closing
 from unittest.mock import patch
 
 import numpy as np
 import torch
 
 from foreroute.ep.transfer import host_memory
-from foreroute.ep.transfer.engine import TransferOptions
 from tests.ep.transfer.plans import random_plan
 from tests.ep.transfer.toy import begin, make_engine
 
@@ -35,109 +32,29 @@ def sent_in(plan, node):
     return found
 
 
-def num_sent(plan, node):
-    return len({(layer, expert) for layer, expert, *_ in sent_in(plan, node)})
-
-
-def mapped_bytes(folder):
-    lines = [line for line in Path("/proc/self/maps").read_text().splitlines() if f"{folder}/foreroute-" in line]
-    return sum(-int(np.subtract(*(int(end, 16) for end in line.split()[0].split("-")))) for line in lines)
-
-
-def taken(rank, plans, folders):
-    """Bytes of its node's memory that the process has after each step."""
-    folder, found = folders[rank // 2], []
-    here = TransferOptions(paths="host", shared_memory=Path())
-    with chdir(folder), closing(engine_of(plans[0], rank, here)) as engine:
-        for step, plan in enumerate(plans):
-            begin(engine, step, plan)
-            found.append(mapped_bytes(folder))
-    return found
-
-
-def test_memory_of_its_node_is_taken_for_experts_that_are_sent_and_used_again_in_later_steps(workers, tmp_path):
-    """A path leads elsewhere on each node, as on two machines."""
-    few, more = (random_plan(seed, ranks=4, per_node=2, slots=slots) for seed, slots in ((0, 1), (1, 3)))
-    plans = [few, more, few]
-    folders = [tmp_path / "first", tmp_path / "second"]
-    for folder in folders:
-        folder.mkdir()
-    for rank, found in enumerate(workers(4).run(taken, plans, folders)):
-        numbers = [num_sent(plan, rank // 2) for plan in plans]
-        assert 0 < numbers[0] < numbers[1] < 3 * 4
-        assert found == [EXPERT_BYTES * max(numbers[: step + 1]) for step in range(3)]
-
-
 def published(rank, plans, steps):
-    """Experts that this rank writes as each plan begins."""
-    found = []
+    """As each plan begins, experts that this rank writes, and bytes that its node takes for them."""
+    written, taken, take = [], [], host_memory.HostMemory._map_shared
     with (
         closing(engine_of(plans[0], rank)) as engine,
-        patch.object(host_memory.HostMemory, "_write", lambda memory, experts, is_mine_LE: found[-1].extend(experts)),
+        patch.object(host_memory.HostMemory, "_write", lambda memory, experts, is_mine_LE: written[-1].extend(experts)),
+        patch.object(host_memory.HostMemory, "_map_shared", lambda *given: taken.append(given[1]) or take(*given)),
     ):
         for step, plan in zip(steps, plans, strict=True):
-            found.append([])
+            written.append([])
             begin(engine, step, plan)
-    return [sorted(each) for each in found]
+    return [sorted(each) for each in written], taken
 
 
 def test_a_step_publishes_what_its_plans_send_and_nothing_twice(workers):
     one = random_plan(0, ranks=4, per_node=2)
     other = random_plan(1, ranks=4, per_node=2, homes=one.home_LE)
     plans, steps = [one, other, one, one], [7, 7, 7, 8]
-    for rank, found in enumerate(workers(4).run(published, plans, steps)):
-        first, second = ({sent[:2] for sent in sent_in(plan, rank // 2) if sent[2] == rank} for plan in (one, other))
-        assert found == [sorted(first), sorted(second - first), [], sorted(first)]
+    for rank, (written, taken) in enumerate(workers(4).run(published, plans, steps)):
+        sent = [sent_in(plan, rank // 2) for plan in (one, other)]
+        first, second = ({each[:2] for each in of_plan if each[2] == rank} for of_plan in sent)
+        assert written == [sorted(first), sorted(second - first), [], sorted(first)]
         assert first
         assert second - first
-
-
-def locked(rank, plans):
-    """Bytes that the process page-locks in each step, how often it waits for copies, and bytes that stay locked."""
-    registered, waits = {}, []
-    cudart = SimpleNamespace(
-        cudaHostRegister=lambda address, size, _: registered.update({address: size}) or 0,
-        cudaHostUnregister=registered.pop,
-    )
-    stream, found = SimpleNamespace(synchronize=lambda: waits.append("copies")), []
-    with ExitStack() as stack:
-        stack.enter_context(patch.object(host_memory, "device_of", lambda homes: torch.device("cuda", 0)))
-        for name, fake in (
-            ("cudart", lambda: cudart),
-            ("device", lambda _: nullcontext()),
-            ("current_stream", lambda _: stream),
-        ):
-            stack.enter_context(patch.object(torch.cuda, name, fake))
-        with closing(engine_of(plans[0], rank)) as engine:
-            for step, plan in enumerate(plans):
-                begin(engine, step, plan)
-                found.append((sum(registered.values()), len(waits)))
-    return found, sum(registered.values())
-
-
-def test_a_rank_page_locks_what_it_writes_and_reads_and_waits_once_for_all_copies(workers):
-    plan = random_plan(0, ranks=4, slots=1)
-    for rank, (found, stays) in enumerate(workers(4).run(locked, [plan, plan])):
-        used = {(layer, expert) for layer, expert, home, at in sent_in(plan, 0) if rank in (home, at)}
-        assert 0 < len(used) < num_sent(plan, 0)
-        assert found == [(EXPERT_BYTES * len(used), 1), (EXPERT_BYTES * len(used), 2)]
-        assert stays == 0
-
-
-def close_under_way(rank, plan, queries):
-    """What happens when an engine is closed while its stream has not run all it was given."""
-    log, engine = [], engine_of(plan, rank)
-    begin(engine, 0, plan)
-    answers = iter(queries)
-    engine._lane.stream = SimpleNamespace(query=lambda: log.append("asked") or next(answers, False))
-    with patch.object(engine._memory, "close", lambda: log.append("unlocked")):
-        engine.close(seconds=0.05)
-    return log
-
-
-def test_memory_is_unlocked_when_streams_have_run_out_and_left_alone_when_they_do_not(workers):
-    plan = random_plan(0, ranks=2)
-    for log in workers(2).run(close_under_way, plan, [False, False, True]):
-        assert log == ["asked"] * 3 + ["unlocked"]
-    for log in workers(2).run(close_under_way, plan, []):
-        assert set(log) == {"asked"}
+        there, more = ({each[:2] for each in of_plan} for of_plan in sent)
+        assert taken == [EXPERT_BYTES * len(each) for each in (there, more - there)]

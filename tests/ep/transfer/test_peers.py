@@ -3,15 +3,13 @@
 import re
 import time
 from datetime import timedelta
-from unittest.mock import patch
 
 import pytest
 import torch
 import torch.distributed as dist
 
 from foreroute.ep.agreement import RankConsensus
-from foreroute.ep.transfer import peers as transfer_peers
-from foreroute.ep.transfer.peers import PeerGroup, collective_errors
+from foreroute.ep.transfer.peers import collective_errors
 from foreroute.ep.transfer.transfers import Transfer
 from foreroute.errors import TransferError
 from tests.ep.transfer.toy import peers
@@ -41,36 +39,6 @@ def one_rank_gives_up(rank):
 def test_what_was_posted_is_sent_although_its_sender_lets_go_of_it(workers):
     arrived, _ = workers(2).run(one_rank_gives_up)
     assert arrived == [[10.0] * 3, [11.0] * 3]
-
-
-def groups_of_peers(rank):
-    """Whether they are the model's own group: on gloo, and where NCCL would carry a GPU's tensors."""
-    own = [PeerGroup(timeout_s=20).group]
-    with patch.object(transfer_peers, "has_nccl", lambda group: True):
-        own += [PeerGroup(timeout_s=20).group, PeerGroup(ranks=[0, 1], timeout_s=20).group]
-    return [group is dist.group.WORLD for group in own]
-
-
-def test_on_nccl_transfers_share_the_communicator_of_the_model(workers):
-    """Some ranks of it alone have one of their own."""
-    assert workers(2).run(groups_of_peers) == [[False, True, False]] * 2
-
-
-def connect_a_device(rank, config):
-    """What the first call on a group is made with: a device that NCCL would carry, and that this machine lacks."""
-    called = []
-    with (
-        patch.object(dist, "get_backend_config", lambda group: config),
-        patch.object(dist, "all_reduce", lambda tensor, group: called.append(tensor.device.type)),
-    ):
-        peers().connect(torch.device("meta"))
-    return called
-
-
-def test_the_first_call_on_a_communicator_is_with_the_device_of_the_experts(workers):
-    assert workers(2).run(connect_a_device, "cpu:gloo,meta:nccl") == [["meta"]] * 2
-    for outcome in workers(2).outcomes(connect_a_device, "cpu:gloo,meta:gloo"):
-        assert "experts are on meta, and gloo carries no tensors of it" in outcome.message
 
 
 def misuse(rank):

@@ -3,10 +3,8 @@
 import itertools
 
 import numpy as np
-import pytest
 
 from foreroute.ep.transfer.segments import Extent, LayerExtents, require_complete, segments_for, shard_moves
-from foreroute.errors import TransferError
 
 TENSORS = {"weight": 12, "weight, exp_avg": 12, "bias": 5}
 
@@ -66,16 +64,3 @@ def memory(home_E, number_GD, of_ranks):
                     ]
                 lies[number, row, name] = values
     return lies
-
-
-def test_gaps_are_refused():
-    whole, half = Extent(0, 8, 8, "float32"), Extent(0, 4, 8, "float32")
-    number_GD = np.array([[0], [1]])
-    for other, words in (
-        ({"m": half}, "and a part of 8 elements of float32"),
-        ({}, "and not kept"),
-        ({"m": Extent(0, 8, 8, "bfloat16")}, "and all of 8 elements of bfloat16"),
-    ):
-        message = f"m is all of 8 elements of float32 .* rank 0 {words} for local expert 0 of expert-parallel rank 1"
-        with pytest.raises(TransferError, match=message):
-            require_complete([LayerExtents([each], frozenset()) for each in ({"m": whole}, other)], number_GD, "layer")

@@ -41,10 +41,7 @@ def test_a_slot_refilled_before_its_backward_is_refused(workers, paths):
     assert all("modified by an inplace operation" in outcome.message for outcome in outcomes)
 
 
+@pytest.mark.slow
 def test_without_version_counters_it_would_be_silently_wrong(workers):
     options = TransferOptions(prefetch=0, paths="direct")
     assert min(workers(2).run(kept_for_backward, full_plan(), options, False)) > 1e-2
-
-
-def test_slots_per_layer_need_no_refetch(workers):
-    assert workers(2).run(kept_for_backward, full_plan("layer"), TransferOptions(paths="host")) == [0.0, 0.0]
