@@ -2,6 +2,7 @@
 
 import re
 import runpy
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -12,7 +13,8 @@ from foreroute.adapters import hf
 from foreroute.core import ReplayError, attach
 from foreroute.core.route_ids import INTEGERS, UNSIGNED
 from foreroute.testing.models import tiny
-from tests.adapters.hf.model_runs import batch_of, experts_log, gradients, loss_of
+from tests.adapters.hf.model_runs import batch_of, enable_checkpointing, experts_log, gradients, loss_of
+from tests.python_calls import calls_per_layer
 from tests.replay.session_subject import same
 from tests.tiers import grid
 
@@ -154,3 +156,19 @@ def test_ids_of_every_integer_type_are_replayed(dtype):
     other[0, 3, :, 0] = 5
     with pytest.raises(ReplayError, match=r"3 rows.*range" if dtype in UNSIGNED else "3 rows with -1 beside"):
         replay(other.to(dtype))
+
+
+@pytest.mark.parametrize(("use_reentrant", "most"), [(None, 16), pytest.param(False, 52, marks=pytest.mark.slow)])
+def test_a_layer_costs_few_calls(use_reentrant, most):
+    """Forward and backward, however many guards there are; recomputed layers run twice, each in its own pass."""
+
+    @contextmanager
+    def steps(layers):
+        model = tiny("qwen3_moe", num_hidden_layers=layers, norm_topk_prob=False)
+        enable_checkpointing(model, use_reentrant)
+        routed = attach(model)
+        routes, _ = own_routes(model, routed)
+        with routed.replay(routes, BATCH["attention_mask"]):
+            yield lambda: loss_of(model, BATCH).backward()
+
+    assert 1 < calls_per_layer(steps) <= most

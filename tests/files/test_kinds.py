@@ -4,7 +4,6 @@ import gzip
 import io
 import json
 import pickle
-import tarfile
 import zipfile
 
 import numpy as np
@@ -36,11 +35,6 @@ def in_memory(write):
     file = io.BytesIO()
     write(file)
     return file.getvalue()
-
-
-def tarred(file):
-    with tarfile.open(fileobj=file, mode="w") as archive:
-        archive.addfile(tarfile.TarInfo("a"), io.BytesIO())
 
 
 def zipped(file):
