@@ -14,7 +14,7 @@ from fsspec.implementations.memory import MemoryFileSystem
 
 from foreroute.errors import InputError, TraceFileError, printable
 from foreroute.files import writing
-from foreroute.files.container import TensorFile, tensors_to_bytes
+from foreroute.files.container import TensorFile, as_place, tensors_to_bytes
 from foreroute.files.places import names_in, open_at, write_at
 from foreroute.files.regular import open_regular, parse_json, read_file, read_text
 from foreroute.files.writing import write_atomically, writing_named
@@ -142,6 +142,11 @@ def test_what_can_be_no_file_is_one_error(tmp_path, name):
         write_atomically(tmp_path / name, b"new")
     assert [path.name for path in tmp_path.iterdir()] == ["file"]
     assert (tmp_path / "file").read_bytes() == b"mine"
+
+
+def test_a_place_is_a_path_or_a_url():
+    assert as_place("a/b", InputError) == as_place("file://a/b", InputError) == Path("a/b")
+    assert as_place("memory://a/b", InputError) == "memory://a/b"
 
 
 def test_what_fails_at_a_url_leaves_nothing_and_is_one_error():

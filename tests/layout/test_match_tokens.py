@@ -77,6 +77,8 @@ def test_another_order_is_named():
         ([[0, 1]], [[1, 1, 1]], "attention_mask has shape"),
         ([[0, 1]], [[1, 2]], "of zeros and ones"),
         ([[0, 9]], None, "sequence 0, position 1.*9.*1"),
+        ([[9, 9]], None, "If token 9, with which .* padding, pass attention_mask$"),
+        (np.zeros((0, 2), int), None, "0 sequences .* the trace has 1"),
     ],
 )
 def test_batches_that_are_not_the_traces_are_refused(ids, mask, message):
