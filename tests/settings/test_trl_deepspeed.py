@@ -35,6 +35,8 @@ def train(folder, *, saved=None, replay="R3", samples=False, **settings):
         saved: the policy, where transformers loads it for the trainer, in parts at ZeRO stage 3.
         samples: by an engine of ours; else rollouts are drawn.
     """
+    from transformers.integrations import HfDeepSpeedConfig, is_deepspeed_zero3_enabled
+
     from foreroute.engines.embedded import EmbeddedEngine
     from foreroute.trainers.trl import rollout_with
     from tests.trainers.given_experts import follows, watched
@@ -44,11 +46,16 @@ def train(folder, *, saved=None, replay="R3", samples=False, **settings):
     model, drawn = policy(), Drawn()
     if saved is not None:
         model, settings = saved, {"model_init_kwargs": {"dtype": torch.float32}} | settings
+    source = drawn
+    if samples:
+        alive = HfDeepSpeedConfig(settings["deepspeed"]) if "deepspeed" in settings else None  # of a trainer before
+        source = rollout_with(EmbeddedEngine(policy(seed=1), "float32"))
+        assert is_deepspeed_zero3_enabled() is (alive is not None)
     torch.manual_seed(0)  # of adapters
     trainer = make(
         folder,
         model=model,
-        rollout_func=rollout_with(EmbeddedEngine(policy(seed=1), "float32")) if samples else drawn,
+        rollout_func=source,
         reward_funcs=told_apart,
         replay=replay,
         **ALL_AT_ONCE | settings,

@@ -8,8 +8,8 @@ Letters: S sequences, V tokens of the vocabulary, T positions.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any, Literal, get_args
 
 import numpy as np
@@ -200,10 +200,23 @@ def _load_zeros(model: Any, dtype: torch.dtype) -> Any:
         name: torch.zeros((), dtype=dtype if each.is_floating_point() else each.dtype).expand(each.shape)
         for name, each in model.state_dict().items()
     }
-    with quiet_transformers(), torch.random.fork_rng(devices=[]):
+    with quiet_transformers(), _whole_models(), torch.random.fork_rng(devices=[]):
         return type(model).from_pretrained(
             None, config=model.config, state_dict=zeros, dtype=dtype, local_files_only=True
         )
+
+
+@contextmanager
+def _whole_models() -> Iterator[None]:
+    """Have transformers load whole models, also where a trainer of ZeRO-3 has it load parts."""
+    from transformers.integrations import deepspeed
+
+    kept = deepspeed._hf_deepspeed_config_weak_ref
+    deepspeed.unset_hf_deepspeed_config()
+    try:
+        yield
+    finally:
+        deepspeed._hf_deepspeed_config_weak_ref = kept
 
 
 def _generator_on(device: torch.device, generator: torch.Generator) -> torch.Generator:
