@@ -7,7 +7,10 @@ import numpy as np
 import pytest
 import torch
 
-from foreroute.errors import BatchMismatchError
+from foreroute.adapters import hf
+from foreroute.errors import BatchMismatchError, LayoutError, ReplayError
+from foreroute.layout import pack, pad
+from foreroute.testing.models import tiny
 from tests.adapters.hf.model_runs import batch_of, experts_log, sequences_of, with_routes
 
 ALONE = batch_of(5, 1, 4, 6, 3, 3)
@@ -106,3 +109,44 @@ def test_packed_rows_that_attention_takes_for_one_sequence_are_refused(given, me
         for session in (routed.replay(trace), routed.record()):
             with pytest.raises(BatchMismatchError, match=message), session:
                 model(**given(packed(ONE_ROW)))
+
+
+def test_positions_that_restart_at_the_offsets_are_enough_and_checkpointing_makes_no_cache():
+    model, routed, trace = with_routes(ALONE)
+    given = packed(ONE_ROW)
+    with torch.no_grad():
+        expected = logits_alone(model, routed, trace, ONE_ROW[0])
+    with routed.replay(trace):
+        seen = model(**given, cu_seq_lens_q=offsets(ONE_ROW), use_cache=False).logits[0]
+    torch.testing.assert_close(seen, expected, rtol=0, atol=2e-5)
+    model.train().gradient_checkpointing_enable()
+    with routed.replay(trace):
+        seen = model(**given).logits[0]
+        seen.sum().backward()
+    torch.testing.assert_close(seen, expected, rtol=0, atol=2e-5)
+
+
+def test_packed_sequences_cannot_go_on_over_a_cache(monkeypatch):
+    monkeypatch.setattr("foreroute.adapters.hf.forward_tokens.MASKED", ())  # as under kernels of varying lengths
+    model = tiny("qwen3_moe")
+    routed = hf.attach(model)
+    with routed.record() as recording, torch.no_grad():
+        cache = model(**packed(ROWS["one row"]), use_cache=True).past_key_values
+        model(input_ids=torch.tensor([[7]]), past_key_values=cache)
+    with pytest.raises(ReplayError, match=r"packed.*continued"):
+        recording.trace()
+
+
+@pytest.mark.parametrize(
+    ("layout", "kind", "message"),
+    [
+        (lambda lengths: pad(lengths, side="right", order="sbhd"), LayoutError, "sequence first"),
+        (lambda lengths: pack(lengths, align=2).split_context(1, 0).split_sequence(2, 0), LayoutError, "split"),
+        (lambda lengths: "right", LayoutError, "layout is a str"),
+        (lambda lengths: pad(lengths[:2], side="right", order="bshd"), BatchMismatchError, "15 packed rows"),
+    ],
+)
+def test_a_layout_that_is_none_of_a_batch_is_refused_at_once(layout, kind, message):
+    _, routed, trace = with_routes(batch_of(9, 6, 4))
+    with pytest.raises(kind, match=message):
+        routed.replay(trace, layout(trace.lengths)).__enter__()
