@@ -9,8 +9,10 @@ PEERS_IMPORTS := triton==3.9.0 spmd_types==0.2.3 tyro==1.0.17 typeguard==4.6.1 d
 	torch_checkpointing==0.1.1 einops==0.8.2 mmengine==0.10.6 loguru==0.7.3 termcolor==3.3.0 addict==2.4.0 yapf==0.43.0 \
 	opencv-python-headless==5.0.0.93
 WITH_nemo-automodel := transformers==5.18.0
-WITH_veomni := transformers==5.9.0 tokenizers==0.22.2 huggingface_hub==1.33.0 httpx==0.28.1 httpcore==1.0.9
-WITH_xtuner := transformers==4.48.0 tokenizers==0.21.4 huggingface_hub==0.36.2
+WITH_veomni := transformers==5.9.0 tokenizers==0.22.2 huggingface_hub==1.33.0 httpx==0.28.1 httpcore==1.0.9 \
+	certifi==2026.10.19.post1
+WITH_xtuner := transformers==4.48.0 tokenizers==0.21.4 huggingface_hub==0.36.2 requests==2.34.2 urllib3==2.8.0 \
+	charset-normalizer==3.5.3 certifi==2026.10.19.post1 platformdirs==4.14.9
 PEERS_READY := $(PEERS_ENV)/.ready-$(call hash,pyproject.toml constraints.txt make/peers.mk)
 PEERS ?= torchtitan nemo-automodel veomni xtuner
 
