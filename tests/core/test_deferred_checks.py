@@ -6,6 +6,7 @@ import torch._dynamo  # graphs are looked for where it is loaded
 
 from foreroute.core import attach, deferred_checks
 from foreroute.core.deferred_checks import DeferredChecks
+from foreroute.core.passes import Rows
 from foreroute.errors import BatchMismatchError, ReplayError
 from foreroute.testing.counting_device import DEVICE, other_device
 from foreroute.testing.models import tiny
@@ -143,3 +144,8 @@ def test_a_graph_that_bypassed_a_router_is_told_before_weights_change(hooks, ins
             optimizer.step()
         with pytest.raises(ReplayError, match=r"layers\.1\.mlp\.gate selected 2 times"):
             hooks.require_each_once(counted(hooks, [0, 2], inside))  # the host has seen it
+
+
+def test_routes_for_other_rows_than_the_pass_has_are_refused(hooks):
+    with pytest.raises(ReplayError, match=r"\[1, 3, 2\] \[L, R, K\].*\[2, 3, 2\]"):
+        hooks.open_pass(Rows(torch.zeros(1, 3, 2, dtype=torch.int16)), 3, torch.device("cpu"))

@@ -119,3 +119,21 @@ def test_memory_that_follows_something_else_is_refused():
     for bytes_of in (lambda n: [1e6 * n * n, 0], lambda n: [5.0] * int(2 + n % 2)):
         with pytest.raises(ForecastError, match=r"forward.* layer 3 .*grouped_mm"):
             describe_section(3, "forward", {"home": [(one, np.array(bytes_of(one[1]))) for one in sizes]})
+
+
+def test_further_layers_are_like_the_one_in_the_middle():
+    plan, known, sizes = case(1)
+    made = program(1)
+    for name in ("forward", "backward"):
+        for work in WORKS:
+            made[name, 2, work] = made[name, 1, work]
+    whole = memory_of(made)
+    three = StepMemory(
+        EXPERT, 1, [s._replace(layer=2 if s.layer == 3 else s.layer) for s in whole.sections if s.layer != 2]
+    )
+    np.testing.assert_array_equal(
+        three.with_layers(4).forecast(known, sizes, plan).bytes_MG, whole.forecast(known, sizes, plan).bytes_MG
+    )
+    for memory, asked in ((whole, 5), (three, 2)):
+        with pytest.raises(ForecastError, match="measure three"):
+            memory.with_layers(asked)

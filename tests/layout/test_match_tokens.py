@@ -125,3 +125,13 @@ def test_packed_sequences_are_located(rows, left, extra, junk):
 def test_offsets_that_do_not_fit_are_refused(cumulative, shape, message):
     with pytest.raises(BatchMismatchError, match=message):
         starts_from_cumulative_lengths(cumulative, np.ones(shape, bool))
+
+
+def test_positions_of_another_shape_are_refused():
+    with pytest.raises(BatchMismatchError, match=r"shape \(2, 3\); expected \(2, 4\)"):
+        starts_from_positions(np.zeros((2, 3), int), np.ones((2, 4), bool))
+    for starts in ([[0.5, 1]], [[True]], [[2, 0]]):
+        with pytest.raises(BatchMismatchError, match=r"expected bool \(1, 2\)"):
+            locate_rows(canary([2]), [[0, 1]], None, starts)
+    with pytest.raises(BatchMismatchError, match="sequence"):
+        locate_rows(canary([2]), [[0, 1]], None, [[False, True]])

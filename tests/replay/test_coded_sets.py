@@ -8,6 +8,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from foreroute.errors import TraceContentError
 from foreroute.replay import coded_sets
 from foreroute.replay.coded_sets import CodedChoices
 from foreroute.trace import DecisionStream, IndexerSpec, RoutedLayer
@@ -75,3 +76,17 @@ def test_bytes_are_near_the_bound_over_a_causal_window():
     last = stream.take(np.array([len(position_N) - 1]))
     assert len(CodedChoices(spec, last, np.array([window - 1])).encoded(0)) == 192
     assert stream.ids.nbytes / taken > 4.6
+
+
+@pytest.mark.parametrize(
+    ("heads", "last"),
+    [(1, lambda ids: 1 << 20), (1, lambda ids: ids[-2]), (2, lambda ids: ids[-1] + 1)],
+    ids=["too far", "twice", "of the other head"],
+)
+def test_choices_that_were_changed_behind_their_check_are_refused(heads, last):
+    spec, position_N = IndexerSpec(3, LAYERS, heads=heads), np.array([9, 12])
+    stream, _ = drawn(spec, position_N, np.random.default_rng(4))
+    assert len(stream.ids)
+    stream.ids[-1] = last(stream.ids)
+    with pytest.raises(TraceContentError, match=r"decoder 4.*checked"):
+        CodedChoices(spec, stream, position_N).encoded(1)

@@ -7,7 +7,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from foreroute.errors import BatchMismatchError
+from foreroute.errors import BatchMismatchError, ConfigError, TraceContentError
 from foreroute.replay import masked_logprobs, masked_logprobs_of_logits
 from foreroute.replay import rows as uploads
 from foreroute.replay.sampling_masks import masked_entropy_of_logits
@@ -166,3 +166,16 @@ def test_products_are_in_float32_under_autocast():
     expected = masked_logprobs(hidden, head, targets, masks)
     with torch.autocast("cpu", torch.bfloat16):
         assert torch.equal(masked_logprobs(hidden, head, targets, masks), expected)
+
+
+def test_what_cannot_be_computed_is_refused():
+    hidden, head, targets, masks = problem()
+    with pytest.raises(TraceContentError, match=r"4.*sampling mask"):
+        masked_logprobs(hidden, head, targets, masks.without(np.array([4])))
+    for temperature in (0.0, -1.0, float("nan")):
+        with pytest.raises(ConfigError, match="expected a number above 0"):
+            masked_logprobs(hidden, head, targets, masks, temperature=temperature)
+    with pytest.raises(BatchMismatchError, match=r"expected \[R, H\] and \[V, H\]"):
+        masked_logprobs(hidden, head[:, :5], targets, masks)
+    with pytest.raises(BatchMismatchError, match=r"expected \[R, V\]"):
+        masked_logprobs_of_logits(hidden[0], targets, masks)

@@ -10,7 +10,7 @@ from foreroute.adapters import hf
 from foreroute.engines.embedded import EmbeddedEngine
 from foreroute.trainers.trl import GRPOTrainer, rollout_with
 from tests.attended import SIZES, attended, chosen, followed
-from tests.trainers.trl.trl_runs import NO_AUXILIARY, trained
+from tests.trainers.trl.trl_runs import NO_AUXILIARY, make, trained
 
 
 class Watched(GRPOTrainer):
@@ -51,3 +51,13 @@ def test_every_pass_attends_to_what_the_rollout_did(source, replay, folder):
         others, rows = followed(seen, chosen(trace))
         assert rows > 50
         assert (others == 0) == (replay != "none")  # the control
+
+
+@pytest.mark.slow
+def test_a_rollout_without_choices_is_warned_of(folder):
+    model = sparse_policy()
+    trainer = make(
+        folder, model=model, rollout_func=rollout_with(EmbeddedEngine(model, "bfloat16")), max_steps=1, **NO_AUXILIARY
+    )
+    with pytest.warns(UserWarning, match="indexers=True"):
+        trainer.train()

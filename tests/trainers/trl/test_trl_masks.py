@@ -10,10 +10,11 @@ from trl.trainer import utils
 
 from examples.trl.tiny import policy
 from foreroute.engines.embedded import EmbeddedEngine
-from foreroute.errors import ReplayError
+from foreroute.errors import BatchMismatchError, ReplayError, TraceContentError
 from foreroute.trace import SAMPLING
 from foreroute.trainers.trl import GRPOTrainer, rollout_with
-from foreroute.trainers.trl.masked_head import scored_on_sampling_masks
+from foreroute.trainers.trl.masked_head import HEAD, scored_on_sampling_masks
+from tests.tiers import grid
 from tests.trainers.trl.trl_runs import logged, make, saved_policy, trained
 
 SCORES_ON_SETS = pytestmark = pytest.mark.skipif(
@@ -93,6 +94,60 @@ def without_masks(prompts, trainer):
 
 
 @pytest.mark.slow
-def test_a_rollout_without_masks_is_refused(folder):
-    with pytest.raises(ReplayError, match=r"top_p = 0.8.*rollout"):
-        make(folder, max_steps=1, top_p=0.8, rollout_func=without_masks).train()
+def with_a_tool(without, env_masks=None):
+    """A `rollout_func` of our engine with an `env_mask`, whose traces lack the masks of some tokens."""
+    sample = rollout_with(EmbeddedEngine(policy(), "float32"))
+
+    def roll_out(prompts, trainer):
+        output = sample(prompts, trainer)
+        own = [[int(i != TOOL) for i in range(len(ids))] for ids in output["completion_ids"]]
+        rows = [len(ids) - 1 + without for ids in output["prompt_ids"]]
+        traces = [
+            each.with_stream(SAMPLING, each.streams[SAMPLING].without(np.array([row])))
+            for each, row in zip(output["routed_experts"], rows, strict=True)
+        ]
+        return {**output, "routed_experts": traces, "env_mask": own if env_masks is None else env_masks}
+
+    return roll_out
+
+
+TOOL = 2
+
+
+class PastTheHead(GRPOTrainer):
+    """Its forward leaves TRL's head out, so that the masks are dropped."""
+
+    def _compute_loss(self, model, inputs):
+        kept = getattr(utils, HEAD)
+        fused = model.forward
+
+        def own(*args, **kwargs):
+            stand_in = getattr(utils, HEAD)
+            setattr(utils, HEAD, kept)
+            try:
+                return fused(*args, **kwargs)
+            finally:
+                setattr(utils, HEAD, stand_in)
+
+        model.forward = own
+        try:
+            return super()._compute_loss(model, inputs)
+        finally:
+            model.forward = fused
+
+
+@pytest.mark.slow
+@grid(
+    ("settings", "error", "message"),
+    [
+        ({"kind": PastTheHead}, ReplayError, r"sampling.*replayed"),
+        ({"rollout_func": without_masks}, ReplayError, r"top_p = 0.8.*rollout"),
+        ({"rollout_func": with_a_tool(TOOL + 1)}, TraceContentError, "sampling mask"),
+        ({"rollout_func": with_a_tool(TOOL, [[1, 0, 1]] * 8)}, BatchMismatchError, r"env_mask.*completions"),
+    ],
+    ids=["dropped", "none", "not of a sampled token", "env_mask"],
+    quick=2,
+)
+def test_masks_that_are_missing_or_dropped_are_noticed(settings, error, message, folder):
+    with pytest.raises(error, match=message):
+        make(folder, max_steps=1, top_p=0.8, **settings).train()

@@ -55,6 +55,10 @@ def stale(model):
     return rollout_with(engine)
 
 
+def sampled(model):
+    return rollout_with(EmbeddedEngine(model))
+
+
 REFUSED = {
     # settings; under "source", what gives a rollout_func of the model
     "prompt tuning": ({"peft_config": PROMPT_TUNING}, ConfigError, "prompt and prefix tuning"),
@@ -68,6 +72,11 @@ REFUSED = {
     "late": ({"source": returned(lambda routes: [np.roll(each, 1, 0) for each in routes])}, ReplayError, "shift"),
     "zeros": ({"source": returned(lambda routes: list(map(np.zeros_like, routes)))}, CaptureError, "sequence 0"),
     "other weights": ({"source": stale}, StaleTraceError, r"versions \[7\].*rollout.*0"),
+    "penalty": (
+        {"source": sampled, "replay": "none", "repetition_penalty": 1.1},
+        ConfigError,
+        "repetition_penalty is",
+    ),
 }
 
 

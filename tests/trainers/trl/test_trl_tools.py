@@ -10,9 +10,11 @@ import pytest
 import torch
 
 from examples.trl.tiny import agent
-from foreroute.capture import Generation
+from foreroute.capture import Generation, Sampling
 from foreroute.engines.embedded import EmbeddedEngine
+from foreroute.errors import BatchMismatchError, ReplayError
 from foreroute.trace import RoutingTrace, concatenate
+from foreroute.trainers.trl.capture import Turn, join_turns
 from tests.tiers import grid
 from tests.trainers.given_experts import drawn_anew, native
 from tests.trainers.trl.tools_runs import Counter, branching, oracle, sequences_of, trained
@@ -79,3 +81,37 @@ def test_gradients_are_those_of_sampled_tokens_under_the_routes_of_their_turns(s
         torch.testing.assert_close(trainer.gradients[name], gradient, rtol=1e-3, atol=2e-5)
     assert logged(trainer, "mismatch/disagreement") == [0.0]
     assert not own or logged(trainer, "mismatch/k3")[0] < 1e-9
+
+
+@pytest.fixture(scope="module")
+def spec():
+    return EmbeddedEngine(agent()).generate([np.array([5, 6], np.int32)], Sampling(1, 1), torch.Generator()).trace.spec
+
+
+def turn_of(spec, number, prompts, responses):
+    """A turn whose rows hold its number, as the first expert, and their position."""
+    sequences = [p + r for p, r in zip(prompts, responses, strict=True)]
+    others = [e for e in range(8) if e != number]
+    rows = [np.array([[[number, others[p % 7]]] * 3 for p in range(len(t))]) for t in sequences]
+    valid = [np.arange(len(t)) < len(t) - 1 for t in sequences]
+    versions = [np.zeros(len(t), np.int64) for t in sequences]
+    trace = RoutingTrace.from_rows(spec, sequences, rows, valid=valid, weight_versions=versions)
+    return Turn([len(p) for p in prompts], trace, [np.full(len(r), -1.0 - number, np.float32) for r in responses])
+
+
+@pytest.mark.parametrize(
+    ("second", "final", "error", "message"),
+    [
+        ([[5, 6, 8, 20, 30]], [5, 6, 7, 20, 30], BatchMismatchError, "the beginning of none of the 1 sequences"),
+        ([[5, 6, 7, 20, 30]] * 2, [5, 6, 7, 20, 30], BatchMismatchError, "sequence 1 of a turn"),
+        ([], [5, 6, 7, 20, 30], BatchMismatchError, "trains on 5 tokens of sequence 0, and .* end at 3"),
+        (None, [5, 6, 7], ReplayError, "past _generate_single_turn"),
+    ],
+    ids=["other-tokens", "twice", "missing", "no-turn"],
+)
+def test_turns_of_other_tokens_are_refused(second, final, error, message, spec):
+    turns = [] if second is None else [turn_of(spec, 0, [[5, 6]], [[7]])]
+    if second:
+        turns.append(turn_of(spec, 1, [tokens[:-1] for tokens in second], [tokens[-1:] for tokens in second]))
+    with pytest.raises(error, match=message):
+        join_turns(turns, [np.array(final, np.int32)], [2])
