@@ -137,3 +137,20 @@ def test_further_layers_are_like_the_one_in_the_middle():
     for memory, asked in ((whole, 5), (three, 2)):
         with pytest.raises(ForecastError, match="measure three"):
             memory.with_layers(asked)
+
+
+def test_sizes_and_rows_of_something_else_are_refused():
+    plan, known, sizes = case(2)
+    memory = memory_of(program(2))
+    for wrong in (sizes.tokens[:1], sizes.tokens * 1.0, -sizes.tokens):
+        with pytest.raises(CountsError, match="tokens are"):
+            memory.forecast(known, sizes._replace(tokens=wrong), plan)
+    for resident in ([1, 2, 3], 1.5, -1):
+        with pytest.raises(CountsError, match="resident is"):
+            memory.forecast(known, sizes, plan, resident=resident)
+    fewer = StepMemory(EXPERT, 1, [section for section in memory.sections if section.layer != 3])
+    with pytest.raises(ForecastError, match=r"4 layers.* of 3"):
+        fewer.forecast(known, sizes, plan)
+    at_home = [section._replace(by_work={"home": section.by_work["home"]}) for section in memory.sections]
+    with pytest.raises(ForecastError, match="measured without"):
+        StepMemory(EXPERT, 1, at_home).forecast(known, sizes, plan)

@@ -155,3 +155,9 @@ def test_torchtitans_factor_is_of_tokens_and_of_homes():
         known_rows(COUNTS, BLOCKS_LE).torchtitan_arguments()
     with pytest.raises(PlanError, match="replicas"):
         known_rows(TRACE, planned(TRACE, PACKING, 0)).torchtitan_arguments()
+
+
+def test_the_step_before_must_be_of_the_same_model():
+    known = known_rows(COUNTS, BLOCKS_LE)
+    with pytest.raises(CountsError, match=r"step before.*same"):
+        known.policies(known_rows(COUNTS[:, :1], BLOCKS_LE[:1]))

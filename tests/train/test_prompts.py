@@ -6,14 +6,16 @@ import shutil
 import numpy as np
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoModelForCausalLM, AutoTokenizer, Qwen3Config, Qwen3ForCausalLM
+from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoePreTrainedModel
 
-from foreroute.errors import DatasetError, FunctionError, RunFolderError
+from foreroute.errors import ConfigError, DatasetError, FunctionError, RunFolderError
 from foreroute.train import parse_config, train
 from foreroute.train.folder import load_checkpoint
+from foreroute.train.policy import make_policy
 from foreroute.train.prompts import make_task
 from foreroute.train.run import Watcher
-from tests.train.small_runs import merged, records
+from tests.train.small_runs import SIZES, merged, records, small_config
 from tests.train.tiny_model import write_model, write_tokenizer
 
 ROWS = [{"prompt": f"{a}+{b}=", "answer": a + b, "hard": a > 5} for a in range(9) for b in (1, 4)]
@@ -141,3 +143,34 @@ def test_a_wrong_line_is_named(home, tmp_path, row, message):
     (tmp_path / "data.jsonl").write_text('{"prompt": "1+2="}\n' + row + "\n")
     with pytest.raises(DatasetError, match=rf"data\.jsonl, line 2: .*{message}"):
         make_task(config_of(home, task={"data": str(tmp_path / "data.jsonl")}))
+
+
+@pytest.fixture
+def copied(home, tmp_path):
+    shutil.copytree(home / "model", tmp_path / "model")
+    for name in ("data.jsonl", "mine.py"):
+        shutil.copy(home / name, tmp_path)
+    return tmp_path
+
+
+@pytest.mark.slow
+def test_models_that_cannot_be_trained_are_refused(copied, monkeypatch):
+    def policy_of(folder):
+        return make_policy(config_of(folder), make_task(config_of(folder)))
+
+    model = copied / "model"
+    write_tokenizer(model, characters="0123456789+-*=;?")
+    write_model(model, vocab_size=12)
+    with pytest.raises(ConfigError):
+        policy_of(copied)
+    monkeypatch.setattr(Qwen3MoePreTrainedModel, "supports_gradient_checkpointing", False)
+    write_model(model)
+    write_tokenizer(model)
+    checkpointed = {"model": {"gradient_checkpointing": True}}
+    for config, named in ((config_of(copied, **checkpointed), str(model)), (small_config(**checkpointed), "qwen3_moe")):
+        with pytest.raises(ConfigError, match=f"^{named} "):
+            make_policy(config, make_task(config))
+    dense = {name: SIZES[name] for name in ("hidden_size", "num_hidden_layers", "num_attention_heads")}
+    Qwen3ForCausalLM(Qwen3Config(vocab_size=51, intermediate_size=16, **dense)).save_pretrained(model)
+    with pytest.raises(ConfigError):
+        policy_of(copied)

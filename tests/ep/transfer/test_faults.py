@@ -16,8 +16,9 @@ import torch.distributed as dist
 
 from foreroute.ep.agreement import RankConsensus
 from foreroute.ep.transfer.engine import TransferEngine, TransferOptions
-from foreroute.ep.transfer.host_memory import HostMemory
+from foreroute.ep.transfer.host_memory import HostMemory, open_shared
 from foreroute.ep.transfer.peers import PeerGroup
+from foreroute.errors import TransferError
 from tests.ep.transfer.plans import random_plan
 from tests.ep.transfer.toy import begin, consensus, make_engine, peers, shards, walk
 from tests.tiers import grid
@@ -195,3 +196,14 @@ def test_what_cannot_begin_on_any_rank_is_refused_on_all_with_one_message(worker
     assert kind == "TransferError"
     assert re.search(words, message)
     assert not leaked()
+
+
+def test_memory_of_another_machine_or_that_cannot_be_mapped_is_refused_and_not_made_up(tmp_path):
+    (tmp_path / "foreroute-folder").mkdir()
+    for name, said in (
+        ("foreroute-elsewhere", "they are on different machines"),
+        ("foreroute-folder", f"cannot map {tmp_path}/foreroute-folder: "),
+    ):
+        with pytest.raises(TransferError, match=re.escape(said)):
+            open_shared(str(tmp_path / name), 64)
+    assert [each.name for each in tmp_path.iterdir()] == ["foreroute-folder"]

@@ -6,8 +6,9 @@ Routes reach the experts of both, weights are those of DDP, and metrics are of b
 import io
 import os
 import re
-from contextlib import chdir, closing, nullcontext, redirect_stdout
+from contextlib import chdir, closing, contextmanager, nullcontext, redirect_stdout
 from pathlib import Path
+from types import SimpleNamespace
 from unittest.mock import patch
 
 import numpy as np
@@ -25,6 +26,7 @@ from foreroute.ep.compute import StackedReplicas
 from foreroute.testing.models import tiny
 from foreroute.testing.ranks import Workers
 from foreroute.trainers.trl import rollout_with
+from foreroute.trainers.trl.planning import PlannedWindows
 from tests.adapters.hf.model_runs import whole
 from tests.roundings import most_k3
 from tests.tiers import grid
@@ -249,3 +251,51 @@ def _replaying(page):
                 return super().training_step(model, inputs, num_items_in_batch)
 
     return Replaying
+
+
+class Noting(PlannedWindows):
+    """Executes nothing, and notes which micro-batches each window has, and how it ended."""
+
+    @contextmanager
+    def executing(self, micro_batches, stage):
+        self.noted.append([micro_batches, None])
+        try:
+            yield
+        except RuntimeError as error:
+            self.noted[-1][1] = str(error)
+            raise
+        self.noted[-1][1] = "left"
+
+
+def steps_of(num_iterations, accumulated, *, failing=None):
+    """The windows of twelve training steps, generations of four micro-batches; one step may raise."""
+    trainer = SimpleNamespace(
+        args=SimpleNamespace(steps_per_generation=4), num_iterations=num_iterations, accelerator=SimpleNamespace()
+    )
+    trainer.current_gradient_accumulation_steps = accumulated
+    windows = Noting(trainer, SimpleNamespace(home_LE=np.array([[0, 1]])), TOPOLOGY)
+    windows.noted = []
+    for step in range(12):
+        trainer._step, trainer._buffered_inputs = step, [f"micro-batch {n}" for n in range(4)]
+        trainer.accelerator.sync_gradients = (step + 1) % accumulated == 0
+        with nullcontext() if step != failing else pytest.raises(RuntimeError), windows.micro_step():
+            windows.begin(str)
+            if step == failing:
+                raise RuntimeError("the loss failed")
+    return windows.noted
+
+
+@pytest.mark.parametrize("accumulated", [1, 2, 3, 4, 6, 12])
+@pytest.mark.parametrize("num_iterations", [1, 3])
+def test_a_window_ends_where_the_optimizer_steps_or_trl_generates(num_iterations, accumulated):
+    noted = steps_of(num_iterations, accumulated)
+    ends = [n for n in range(1, 13) if n % accumulated == 0 or n % (4 * num_iterations) == 0]
+    expected = [[f"micro-batch {n % 4}" for n in range(a, b)] for a, b in zip([0, *ends], ends, strict=False)]
+    assert [window for window, _ in noted] == expected
+    assert {ended for _, ended in noted} == {"left"}
+
+
+def test_an_error_ends_its_window_and_the_next_step_begins_another():
+    (window, ended), (after, _), *_ = steps_of(1, 2, failing=0)
+    assert (len(window), ended) == (2, "the loss failed")
+    assert after[0] == "micro-batch 1"

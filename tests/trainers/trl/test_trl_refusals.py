@@ -128,3 +128,14 @@ def test_what_was_never_tested_is_refused(changes, message, folder, monkeypatch)
         monkeypatch.setattr(trainer, setting, value)
     with pytest.raises(ConfigError, match=message):
         require_supported(trainer, "R3")
+
+
+OF_ANOTHER_SEQUENCE = bringing(lambda rows: torch.flip(rows, [0]))
+
+
+def test_routes_of_other_tokens_are_not_compared_either_and_end_no_run(folder, caplog):
+    trainer = make(folder, kind=OF_ANOTHER_SEQUENCE, replay="none", max_steps=1, **NO_OLD_PASS)
+    trainer.train()
+    (said,) = [record.getMessage() for record in caplog.records if record.name.startswith("foreroute")]
+    assert "2 forwards ran on other tokens than the routes of the rollout" in said
+    assert not any(name.startswith("mismatch/") for entry in trainer.state.log_history for name in entry)
