@@ -116,3 +116,5 @@ def test_an_engines_trace_without_the_hash_layers_replays_the_others_and_leaves_
     assert np.array_equal(replayed.expert_ids_NLK[captured.valid_N], whole.expert_ids_NLK[captured.valid_N])
     assert np.array_equal(replayed.expert_ids_NLK[:, 0], whole.expert_ids_NLK[:, 0])
     assert examine(model, None, trace=captured).replay_error == ""
+    with pytest.raises(BatchMismatchError, match=r"1000000.*model's.*experts"):
+        routed.rows(decode(parts[0], model=routed.spec, token_ids=[1_000_000] * len(parts[0])))
