@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 import torch
 import trl
+from transformers import Qwen3MoeForCausalLM
 
 from examples.trl.tiny import policy
 from tests.trainers.given_experts import differing, follows, watched
@@ -111,16 +112,17 @@ def test_r2_replays_what_the_old_pass_routed(folder):
 
 
 @pytest.mark.slow
-def test_a_resumed_run_goes_on_as_trls_own_and_follows_the_routes_of_its_rollouts(folder):
-    """TRL samples anew where it was cut in the middle of a rollout."""
+def test_a_resumed_run_has_the_experts_of_its_checkpoint_and_follows_the_routes_of_its_rollouts(folder):
+    """TRL samples anew where it was cut in the middle of a rollout. Its own run gets the experts that it loses."""
     make(folder, kind=trl.GRPOTrainer, save_strategy="steps", save_steps=2, max_steps=2).train()
+    middle = f"{folder}/checkpoint-2"
     runs, starts = {}, {"plain": {"kind": trl.GRPOTrainer}, "none": {"replay": "none"}, "R3": {}}
     for name, own in starts.items():
-        model = policy()
+        model = Qwen3MoeForCausalLM.from_pretrained(middle) if name == "plain" else policy()
         book = Book(model)
         trainer = make(folder, model=model, rollout_func=book, **own)
         with watched(model) as batches:
-            trainer.train(resume_from_checkpoint=f"{folder}/checkpoint-2")
+            trainer.train(resume_from_checkpoint=middle)
         updates = [batch for batch in batches if batch.grad]
         assert len(updates) == 4
         assert [follows(batch, book.routes) for batch in updates] == [name == "R3"] * 4, name
@@ -129,6 +131,11 @@ def test_a_resumed_run_goes_on_as_trls_own_and_follows_the_routes_of_its_rollout
         assert torch.equal(one, other)
     assert logged(runs["R3"], "mismatch/disagreement") == [0.0]
     assert logged(runs["none"], "mismatch/disagreement")[0] > 0.05
+    best = make(folder)
+    best.state.best_model_checkpoint = middle
+    best._load_best_model()
+    for name, weight in Qwen3MoeForCausalLM.from_pretrained(middle).state_dict().items():
+        assert torch.equal(best.model.state_dict()[name], weight), name
 
 
 def _changed_since_old(batches, sequences):

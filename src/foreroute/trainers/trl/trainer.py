@@ -7,6 +7,7 @@ batch holds, and has a public door for other rollout engines. Replay stands at t
     _generate_and_score_completions            each sequence gets its row number, which TRL then shuffles and splits
     _get_per_token_logps_and_entropies         replayed in old and update passes of the policy, in no other
     _compute_loss, training_step, log          the update, the proof that it was replayed, and the metrics
+    _load_from_checkpoint, _load_best_model    experts are loaded too, which transformers leaves as they are
 """
 
 from __future__ import annotations
@@ -16,6 +17,8 @@ from typing import Any
 
 import trl
 from torch import Tensor
+from torch.distributed.tensor import DTensor
+from transformers import PreTrainedModel
 from transformers.integrations.liger import apply_liger_kernel
 
 from foreroute.costs.cluster_file import Cluster
@@ -56,7 +59,10 @@ class RoutingReplay:
     # TRL's trainer defines these; a mixin only sees them at run time
     args: Any
     model: Any
+    state: Any
     accelerator: Any
+    is_fsdp_enabled: Any
+    is_deepspeed_enabled: Any
 
     def __init__(
         self,
@@ -128,6 +134,14 @@ class RoutingReplay:
         with self.routing.training_step():
             return super().training_step(*args, **kwargs)  # type: ignore[misc]
 
+    def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:
+        super()._load_from_checkpoint(resume_from_checkpoint, model)  # type: ignore[misc]
+        _load_experts(self, resume_from_checkpoint)
+
+    def _load_best_model(self) -> None:
+        super()._load_best_model()  # type: ignore[misc]
+        _load_experts(self, self.state.best_model_checkpoint)
+
     def log(self, logs: dict[str, float], *args: Any, **kwargs: Any) -> None:
         """Log as TRL does, with the mismatch and what plans did since the last training log."""
         # all processes make the trainer's own logs; a callback's may be of one process, where nothing can be reduced
@@ -148,3 +162,12 @@ def _require_trl(trainer: type) -> None:
             "trl.GRPOTrainer)"
         )
     require_overridden("trl", trl.__version__, RoutingReplay, trl.GRPOTrainer)
+
+
+def _load_experts(trainer: RoutingReplay, folder: str) -> None:
+    """Load a checkpoint by `from_pretrained`, which joins experts that are stored one by one; Trainer does not."""
+    # adapters hold no experts of the model, and what is sharded has checkpoints that are loaded as they are
+    is_sharded = trainer.is_fsdp_enabled or trainer.is_deepspeed_enabled
+    is_sharded = is_sharded or any(isinstance(weight, DTensor) for weight in trainer.model.parameters())
+    if isinstance(trainer.model, PreTrainedModel) and not is_sharded:
+        trainer.model.load_state_dict(type(trainer.model).from_pretrained(folder).state_dict())
