@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from foreroute.doctor.attribution import sentences
 from foreroute.doctor.evidence import Finding, Measures, Severity, many
 from foreroute.mismatch import Defect, Root, TokenMismatch
 
@@ -90,9 +89,6 @@ def about_parts(measures: Measures, without: TokenMismatch, is_broken: bool) -> 
         yield Finding(Severity.NOTE, "replay", f"Replay pays: {parts}.")
     else:
         yield Finding(Severity.NOTE, "replay", f"Parity would pay more than replay: {parts}.", PARITY)
-    if measures.attribution is not None:
-        for sentence in sentences(measures.attribution, measures.layers):
-            yield Finding(Severity.NOTE, "gap", sentence)
 
 
 def _words(root: Root, measures: Measures) -> str:
