@@ -1,6 +1,5 @@
 """Where a mismatch begins: planted swaps and a wrong router are named, and healthy batches are not accused."""
 
-
 import numpy as np
 import pytest
 

@@ -14,10 +14,6 @@ from foreroute.plan.hosts import CellPlan
 from foreroute.plan.options import SlotSharing
 from foreroute.plan.step_plan import StepPlan
 from foreroute.plan.topology import Topology
-from foreroute.planner.packed_homes import PackedSequences
-
-Sequences = Callable[[], PackedSequences]
-"""Counts the assignments of every sequence of a step, which take more memory than those of ranks."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -32,8 +28,6 @@ class BalancerInput:
         costs: the cost model, for methods that weigh seconds.
         squares_MG: int64 [M, G], sums of squared lengths of sequences, or None where lengths are not known. The cost of
             attention grows with them.
-        sequences: those that the counts are of, or None where nothing is known of them.
-        previous_sequences: those of the step before.
     """
 
     counts_MLGE: NDArray[np.integer]
@@ -42,8 +36,6 @@ class BalancerInput:
     previous_LE: NDArray[np.int64] | None = None
     costs: CostModel | None = None
     squares_MG: NDArray[np.int64] | None = None
-    sequences: Sequences | None = None
-    previous_sequences: Sequences | None = None
 
     @property
     def num_experts(self) -> int:
@@ -73,10 +65,10 @@ class BalancerInput:
         return self.previous_LE
 
 
-Method = Callable[[BalancerInput], Iterator[CellPlan] | StepPlan | tuple[BalancerInput, StepPlan]]
+Method = Callable[[BalancerInput], Iterator[CellPlan] | StepPlan]
 """Makes a plan, or the cells of a step in the order of execution. The homes of a layer are those of its first cell, the
 same in all; slots are not numbered. A home among the replicas is a rank that gave up its own expert and fetches it
-back. A method that packs sequences anew gives the step as it packed it beside its plan."""
+back."""
 
 
 @dataclass(frozen=True)
