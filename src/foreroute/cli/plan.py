@@ -48,7 +48,6 @@ from foreroute.report.plan import (
     planning_words,
     rate_words,
     rows_table,
-    ways_finding,
     ways_table,
     write_plan_page,
 )
@@ -107,7 +106,6 @@ def run_plan(
         )
     console.print(plan_finding(compared, ways), highlight=False, markup=False)
     console.print(shown_tiles(plan_tiles(compared, step.cluster)))
-    console.print("\n" + ways_finding(ways, compared), highlight=False, markup=False)
     console.print(shown_table(ways_table(ways)))
     console.print(shown_facts(executors_of_ways()))
     tables: tuple[Table, ...] = ()

@@ -59,6 +59,8 @@ NOTES = (
     "empty links, which no real plan attains.",
 )
 WAY_NOTES = (
+    "Bold is the first way that takes hardly longer than the fastest, once homes have moved: what comes below it does "
+    "little more. Seconds are of the cost model, planning aside.",
     "Sequences are exchanged between micro-steps, so that experts at their homes are level. Homes move once, before "
     "the step, with optimizer state. Neither takes a replica. Loads are on average over all cells, bytes of a rank.",
     "Any framework takes packed sequences.",
@@ -138,41 +140,6 @@ def ways_table(ways: Sequence[Way]) -> Table:
     return Table(title="What packing, homes and replicas reach here", columns=columns, rows=tuple(rows))
 
 
-def ways_finding(ways: Sequence[Way], found: PlanComparison) -> str:
-    """What is enough here, and what each way reaches at what price, in two sentences.
-
-    Replicas that save less than their plan takes once a step, or that executors leave out, do not pay.
-    """
-    from foreroute.simulate.ways import simplest
-
-    by_name, simple = {way.name: way for way in ways}, simplest(ways)
-    verdict = {
-        "static": "Nothing needs to be done here",
-        "packing": "Packing by routes would do here",
-        "homes": "Homes that move once would do here, without a replica",
-        "plan": "Replicas pay here",
-    }
-    is_used = found.pays and bool(found.passes_by_plan)
-    if not is_used:
-        verdict["plan"] = "Replicas would pay here if the plan itself took no time"
-    # moves that one step does not earn, several do
-    elif simple.name == "plan" and simplest(ways, next_steps=True).name == "homes":
-        verdict["plan"] = "Replicas pay in this step; if the next ones route alike, homes that move once would do"
-    reached = {name: over_mean(way.imbalance) for name, way in by_name.items()}
-    parts = [f"{reached['static']} times the mean as it is"]
-    if "packing" in reached:
-        parts.append(f"{reached['packing']} packed by routes")
-    moved, fetched = (size(value) for value in (by_name["homes"].moved_bytes, by_name["plan"].fetched_bytes))
-    parts.append(f"{reached['homes']} with homes moved{' too' * ('packing' in reached)} ({moved} a rank, once)")
-    parts.append(f"{reached['plan']} under the plan ({fetched} a rank in a pass)")
-    known = "" if "packing" in reached else " Sequences are not known, so that none is packed by routes."
-    aside = ", planning aside" * (simple.name == "plan" and is_used)
-    return (
-        f"{verdict[simple.name]}, by the cost model{aside}. The slowest rank has {', '.join(parts[:-1])}, and "
-        f"{parts[-1]}.{known}"
-    )
-
-
 def executors_of_ways() -> dict[str, str]:
     """Who can do what a way needs, by the need, in words."""
     return {
@@ -214,7 +181,7 @@ def _instead(found: PlanComparison, ways: Sequence[Way]) -> str:
     # ways are compared as if both passes ran by them
     if not ways or found.passes_by_plan != list(PASS_NAMES) or not found.pays:
         return ""
-    less, plan = simplest(ways, next_steps=True, once_s=found.once_s), ways[-1]
+    less, plan = simplest(ways, once_s=found.once_s), ways[-1]
     packed = "sequences packed by routes"
     if less.name == "packing":
         what = f"{packed.capitalize()} do"
@@ -247,18 +214,12 @@ def _verdict(found: PlanComparison) -> str:
     if passes and not found.pays:
         if found.saved_s <= 0:
             return f"Do not use the plan: by the cost model, {moves}recompute and update are {gain}; {both}."
-        saved, once = duration(found.saved_s), duration(found.once_s)
-        rest = f"{moves}recompute and update are {gain}, by the cost model; {both}."
-        if not found.unpriced:
-            return (
-                f"Do not use the plan: once a step it takes {once} for planning, publishing and votes, and it saves "
-                f"{saved} (modelled). Without them, {rest}"
-            )
-        others = "publishing" if "votes" in found.unpriced else "publishing and votes"
-        besides = f", beside {once} for {others} (modelled)" if found.once_s else ""
+        taken = [f"{duration(found.waited_s)} of planning (measured)"] * bool(found.unpriced)
+        taken += [f"{duration(found.once_s)} of all that is priced (modelled)"] * bool(found.once_s)
         return (
-            f"Do not use the plan in a step that waits for its planning, which took {duration(found.waited_s)} "
-            f"here (measured){besides}: the plan saves {saved} (modelled). Without that, {rest}"
+            f"Do not use the plan{' in a step that waits for its planning' * bool(found.unpriced)}: once a step it "
+            f"takes {' and '.join(taken)}, and it saves {duration(found.saved_s)} (modelled). Without that, {moves}"
+            f"recompute and update are {gain}, by the cost model; {both}."
         )
     if len(passes) == 2:
         return f"Use the plan: by the cost model, {moves}recompute and update are {gain}; {both}."
@@ -431,7 +392,7 @@ def _page(
         facts=facts,
         sections=(
             PageSection(heading="Before and after", plots=plots),
-            *([_ways(ways, found)] if ways else []),
+            *([_ways(ways)] if ways else []),
             PageSection(heading="Against other balancers", tables=(plan_table(found),), notes=NOTES),
             *([PageSection(heading="Rows that buffers must hold", tables=tuple(rows))] if rows else []),
             *([] if cluster is None else [_rates(cluster)]),
@@ -439,15 +400,11 @@ def _page(
     )
 
 
-def _ways(ways: Sequence[Way], found: PlanComparison) -> PageSection:
+def _ways(ways: Sequence[Way]) -> PageSection:
     """The ways to level the step, and which frameworks can go them."""
     able = (f"{what[0].upper()}{what[1:]}: {names}." for what, names in executors_of_ways().items())
-    return PageSection(
-        heading="With less than a plan",
-        texts=(ways_finding(ways, found),),
-        tables=(ways_table(ways),),
-        notes=(*WAY_NOTES, *able),
-    )
+    unknown = () if any(way.name == "packing" for way in ways) else ("Counts say no sequences that could be packed.",)
+    return PageSection(heading="With less than a plan", tables=(ways_table(ways),), notes=(*WAY_NOTES, *unknown, *able))
 
 
 def _rates(cluster: Cluster) -> PageSection:
