@@ -27,19 +27,13 @@ from foreroute.mismatch import (
     token_mismatch,
 )
 from foreroute.mismatch.decisions import StreamDifference, stream_difference
-from foreroute.mismatch.mixups import MAX_PERMUTED
 from foreroute.trace import INDEXER, RoutedLayer, RoutingTrace
-from foreroute.trace.checks import as_offsets
 
 NAMES = ("the trainer's own trace", "the engine's trace")
 EXPLAINS = 4.0
 """Factor by which another reading of log-probs must be nearer to be believed. Chosen by hand, as what follows."""
 FEWEST = 16
 """Tokens that it takes to believe a shift."""
-SHORTEST = 8
-"""Mean length of sequences whose order is looked for."""
-APART = 0.05
-"""Mean |log r|, in nats, up to which log-probs are not those of other sequences."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -130,11 +124,8 @@ class Measures:
     # by how much replay raises a token's part of k3: the mean over tokens and the standard error of that
     rise: tuple[float, float] | None = None
     # where the engine's log-probs fit those of the trainer's neighbouring token: by how many tokens they are moved, 1
-    # or -1, and the median |log r| with that undone and as they are, in nats
+    # or -1, and the median |log r| with that undone and as they are, in nats. It is not looked for beside `zeros`.
     shift: tuple[int, float, float] | None = None
-    # where they fit those of other sequences: the trainer's sequence in the place of each, and the mean |log r| with
-    # that undone and as they are, in nats. Neither this nor `shift` is looked for beside `zeros`.
-    order: tuple[list[int], float, float] | None = None
     # the one of `Evidence.rescored` that is nearest to the engine, and its mismatch
     rescored: tuple[Rescored, TokenMismatch] | None = None
     roots: RootMismatch | None = None  # decisions that the trainer would take otherwise on the engine's routes too
@@ -262,10 +253,8 @@ def _with_tokens(found: Measures, evidence: Evidence) -> Measures:
     if trainer_R is None:
         return found
     found = replace(found, ratio=_ratio(trainer_R, engine_R, zeros))
-    if zeros:  # sequences of zeros fit nowhere, and set the others apart
-        return found
-    order = None if evidence.response_lengths_S is None else _order(trainer_R, engine_R, evidence.response_lengths_S)
-    return replace(found, shift=_shift(trainer_R, engine_R), order=order)
+    # zeros fit nowhere, and set the others apart
+    return found if zeros else replace(found, shift=_shift(trainer_R, engine_R))
 
 
 def _zeros(
@@ -320,43 +309,6 @@ def _shift(trainer_R: NDArray[Any], engine_R: NDArray[Any]) -> tuple[int, float,
     }
     best = min(apart, key=lambda n: apart[n])
     return (best, apart[best], apart[0]) if apart[best] * EXPLAINS < apart[0] else None
-
-
-def _order(
-    trainer_R: NDArray[Any], engine_R: NDArray[Any], lengths_S: NDArray[np.integer]
-) -> tuple[list[int], float, float] | None:
-    """Look for log-probs of other sequences, where sequences are too long to fit each other by chance."""
-    if not len(engine_R):
-        return None
-    starts, own_R = as_offsets(lengths_S.astype(np.int64)), np.asarray(trainer_R, np.float64)
-    own_S, before = np.split(own_R, starts[1:-1]), float(np.abs(engine_R - own_R).mean())
-    if not 1 < len(own_S) <= MAX_PERMUTED or len(own_R) < SHORTEST * len(own_S) or before < APART:
-        return None
-    near = before / EXPLAINS
-    # rows of a padded batch in another order are cut by the trainer's lengths; packed sequences keep their own
-    for packed in (False, True):
-        order: list[int] = []
-        chosen: list[NDArray[np.float64]] = []
-        left, start = set(range(len(own_S))), 0
-        for s in range(len(own_S)):
-            start = start if packed else starts[s]
-            fits = {t: _apart(engine_R[start : None if packed else starts[s + 1]], own_S[t]) for t in left}
-            # the sequence that explains most, so that long ones count more than short ones; ties stay in place
-            best = max(left, key=lambda t: ((near - fits[t]).sum(), t == s))
-            order.append(best)
-            chosen.append(fits[best])
-            left.remove(best)
-            start += len(own_S[best])
-        after = float(np.concatenate(chosen).mean())
-        if order != sorted(order) and after < near:
-            return order, after, before
-    return None
-
-
-def _apart(engine_R: NDArray[Any], own_R: NDArray[np.float64]) -> NDArray[np.float64]:
-    """Return |log r| of the tokens that both have."""
-    length = min(len(engine_R), len(own_R))
-    return np.abs(engine_R[:length] - own_R[:length])
 
 
 def _nearest(rescored: tuple[Rescored, ...], engine_R: NDArray[Any]) -> tuple[Rescored, TokenMismatch] | None:

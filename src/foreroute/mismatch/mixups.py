@@ -60,7 +60,6 @@ def mixups(pair: TracePair) -> Iterator[Mixup]:
         yield from _flattenings(pair)
         if len(pair.a) <= MAX_PERMUTED:
             yield from _permutations(pair)
-            yield from _packed_permutations(pair)
     yield from _physical_ids(pair)
 
 
@@ -122,7 +121,7 @@ def _permutations(pair: TracePair) -> Iterator[Mixup]:
     order = _assigned(_pairwise(pair))
     if (order != np.arange(len(order))).any():
         source = _rows_at(pair, order[pair.sequences], pair.positions)
-        yield _rows_moved(pair, Defect.PERMUTATION, {"order": order.tolist(), "packed": False}, source)
+        yield _rows_moved(pair, Defect.PERMUTATION, {"order": order.tolist()}, source)
 
 
 def _assigned(scores: NDArray[np.float64]) -> NDArray[np.int64]:
@@ -151,30 +150,6 @@ def _pairwise(pair: TracePair) -> NDArray[np.float64]:
         # One row that agrees by chance must not beat many that agree: with n rows, agreement counts n / (n + 1).
         scores[s] = np.where(compared > 0, (agreed * both).sum(axis=-1) / (compared + 1), -1.0)
     return scores
-
-
-def _packed_permutations(pair: TracePair) -> Iterator[Mixup]:
-    """Suppose that the packed rows of `b` are the sequences of `a` one after the other in another order."""
-    lengths, offsets = pair.a.lengths, pair.a.offsets
-    # R rows of each sequence; all rows of a short one, some of them twice, of which the second is not looked at
-    within_SR = np.linspace(0, lengths - 1, _FITTED_ROWS, axis=1).astype(np.int64)
-    looked_at_SR = (np.diff(within_SR, prepend=-1, axis=1) > 0) & (lengths > 0)[:, None]
-    rows_SR = np.where(looked_at_SR, offsets[:-1, None] + within_SR, -1)
-    left, order, position = np.arange(len(lengths)), [], 0
-    # `position` is the first row of `b` that no chosen sequence covers; of those that are left, the one that fits best
-    # there is the next.
-    while len(left):
-        place_SR = position + within_SR[left]
-        agreed, both = pair.first_look(rows_SR[left], np.where(place_SR < pair.b.num_rows, place_SR, -1))
-        # Rows of the right sequence agree by 0.8 and more, others hardly: each row counts for or against, so that of
-        # two sequences that begin alike the longer fit wins, and a long one that does not fit loses. 0.4 is half way.
-        chosen = int(np.argmax(((agreed - 0.4) * both).sum(axis=-1)))
-        order.append(int(left[chosen]))
-        position += int(lengths[left[chosen]])
-        left = np.delete(left, chosen)
-    if order != list(range(len(lengths))):
-        source = np.concatenate([np.arange(offsets[t], offsets[t + 1]) for t in order])
-        yield _rows_moved(pair, Defect.PERMUTATION, {"order": order, "packed": True}, source)
 
 
 def _physical_ids(pair: TracePair) -> Iterator[Mixup]:

@@ -36,17 +36,6 @@ FINDINGS = (
     Column("Finding", "finding", kind="words"),
     Column("Advice", "advice", kind="words"),
 )
-ROOTS = (
-    Column("Layer", "layer"),
-    Column("Sequence", "sequence"),
-    Column("Position", "position"),
-    Column("Engine took", "engine took"),
-    Column("Trainer takes", "trainer takes"),
-    Column("Deficit", "deficit"),
-    Column("Times the median", "times the median"),
-)
-MOST_ROOTS = 64
-"""Rows of a table of roots."""
 ABSENT = "Routes of the trainer and of the engine are needed for this; one of them was not given."
 MEASURES = (
     Column("Compared", "compared"),
@@ -89,28 +78,6 @@ def measure_table(measures: Measures) -> Table:
     return Table(title="Measures", columns=MEASURES, rows=tuple(rows))
 
 
-def root_table(measures: Measures) -> Table:
-    """Roots whose deficit stands far above those of the others, the largest first."""
-    roots = measures.roots
-    if roots is None:
-        return Table(columns=ROOTS, rows=())
-    rows = [
-        TableRow(
-            cells=(
-                str(measures.layers[root.layer]),
-                str(root.sequence),
-                str(root.position),
-                ", ".join(map(str, root.engine)),
-                ", ".join(map(str, root.trainer)),
-                f"{root.deficit:.3g}",
-                f"{root.deficit / roots.median:.0f}",
-            )
-        )
-        for root in roots.far[:MOST_ROOTS]
-    ]
-    return Table(columns=ROOTS, rows=tuple(rows))
-
-
 def write_diagnosis(diagnosis: Diagnosis, target: Path, commands: Sequence[tuple[str, str]] = ()) -> Path:
     """Write the page, and on it commands to run next, each with what it does; raises `InputError` as `write_page`."""
     return write_page(target, lambda: _page(diagnosis, commands))
@@ -131,11 +98,7 @@ def _tiles(measures: Measures) -> tuple[Tile, ...]:
 
 
 def _page(diagnosis: Diagnosis, commands: Sequence[tuple[str, str]]) -> Page:
-    findings, measures, roots = (
-        finding_table(diagnosis),
-        measure_table(diagnosis.measures),
-        root_table(diagnosis.measures),
-    )
+    findings, measures = finding_table(diagnosis), measure_table(diagnosis.measures)
     sections = [PageSection(heading="Findings", tables=(findings,))] if findings.rows else []
     if measures.rows:
         replayed = diagnosis.measures.with_replay is not None
@@ -151,7 +114,6 @@ def _page(diagnosis: Diagnosis, commands: Sequence[tuple[str, str]]) -> Page:
         facts=diagnosis.facts,
         sections=(
             *sections,
-            *([PageSection(heading="No near-ties", tables=(roots,))] if roots.rows else []),
             PageSection(
                 heading="Where the routes part", plots=(_by_layer(diagnosis.measures), _by_position(diagnosis.measures))
             ),
