@@ -59,7 +59,7 @@ def test_everything_is_on_the_page(tmp_path):
     html = write_plan_page(found, facts, tmp_path / "page.html", cluster=cluster, ways=ways).read_text()
     text, table = text_of(html), plan_table(found)
     assert "With less than a plan" in text
-    assert html.count("data:image/svg+xml;base64,") == 3
+    assert html.count("data:image/svg+xml;base64,") == 2
     assert "is not shown" not in html
     assert plan_finding(found, ways).replace("\N{NO-BREAK SPACE}", " ") in text
     for tile in plan_tiles(found):

@@ -21,7 +21,6 @@ TITLES = [
     "Entropy",
     "Gradient norm",
     "Clipped tokens",
-    "Expert load",
 ]
 
 
@@ -91,7 +90,6 @@ def test_a_run_with_nothing_optional_says_why_each_plot_is_absent(tmp_path):
     text = text_of(html)
     assert "<figure" not in html
     assert text.count("is not shown. This was not recorded.") == len(TITLES) - 1  # nothing was clipped
-    assert "Expert load is not shown" in text
     assert "bare: the mismatch of trainer and rollout engine was not recorded" in text
 
 
@@ -128,7 +126,7 @@ def test_what_is_odd_or_missing_is_said(tmp_path):
     gpu = {"kind": "cuda", "name": "NVIDIA <H100>", "peak_memory_bytes": 3_000_000_000}
     lines = [step_line(i, replayed=False) | {"device": gpu} for i in range(3)]
     lines[1]["grad_norm"], lines[2]["grad_norm"] = float("nan"), float("inf")
-    sparse = [step_line(i) | {"expert_load": {"8": 1.5}, "execution": {"ranks": 2}} for i in range(3)]
+    sparse = [step_line(i) | {"execution": {"ranks": 2}} for i in range(3)]
     for line in sparse:
         del line["margins_LB"]
         line["mismatch"]["replayed"] |= {"k3": 0.0}

@@ -22,7 +22,7 @@ MAX_RENAMED = 1024
 """Experts of a layer whose names may be mixed up: a table of pairs is made. Sets of bits take ids modulo this."""
 _QUICK_ROWS, _QUICK_LAYERS = 160, 4
 """Rows that a first look at all shifts takes, and layers of every first look; the best are then looked at in full."""
-_COMPARED_ROWS, _FITTED_ROWS = 64, 32
+_COMPARED_ROWS = 64
 """Rows of a sequence that are compared with those of another, and that say whether it fits a place in packed rows."""
 
 

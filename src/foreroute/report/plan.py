@@ -322,25 +322,6 @@ def _slot_memory(plan: StepPlan, cluster: Cluster) -> tuple[Tile, ...]:
     return (Tile("weights in the slots of a rank", size(sets * set_bytes), f"{where}; {beside}"),)
 
 
-def load_of_ranks(found: PlanComparison, layers: Sequence[RoutedLayer]) -> Plot:
-    """Load of every rank in every micro-step, in the layer that is the most uneven."""
-    home_MLG, planned_MLG = found.at_home.over_mean_SMLG[0], found.planned.over_mean_SMLG[0]
-    # one layer is shown whole; the most uneven has the most to gain, and hides the least
-    layer = int(home_MLG.max(axis=-1).mean(axis=0).argmax())
-    named = str(layers[layer]) if layers else f"routed layer {layer}, counted from 0"
-    loads = {HOME: home_MLG[:, layer].T, _planned(found): planned_MLG[:, layer].T}
-    said = Caption(
-        title="Load of every rank",
-        sentence=(
-            f"Assignments of each rank over the mean of its cell in {named}, the most uneven layer. Each column is a "
-            "cell, which lasts as long as its slowest rank."
-        ),
-        x_label="micro-step",
-        y_label="rank",
-    )
-    return heat_maps(said, loads)
-
-
 def load_of_cells(found: PlanComparison, layers: Sequence[RoutedLayer]) -> Plot:
     """The slowest rank of every cell."""
     said = Caption(
@@ -382,7 +363,7 @@ def _page(
     ways: Sequence[Way],
     rows: Sequence[Table],
 ) -> Page:
-    plots = (load_of_cells(found, layers), load_of_ranks(found, layers), time_by_part(found))
+    plots = (load_of_cells(found, layers), time_by_part(found))
     return Page(
         command="foreroute plan",
         title="Plan of a step",

@@ -55,19 +55,6 @@ METHODS = (
     "No plan beats the lower bound: the experts' work in one piece and spread evenly over all GPUs, all-to-alls that "
     "take their latency alone, free transfers. No real plan attains it.",
 )
-ASSUMED = (
-    "The ranks of a group meet at every dispatch and every combine; an all-to-all lasts as long as its busiest link.",
-    "Copies from host memory run beside everything else. Fetches and gradients from GPU to GPU use the links only "
-    "while no all-to-all does.",
-    "Gradients of replicas return in the background; what is left of them at the end of the update is waited for.",
-    "Groups wait for the slowest one after the recompute and after the update. Then gradients are reduced over the "
-    "groups and the optimizer steps, with nothing beside them.",
-    "Layers and groups that were drawn stand in turn for all others.",
-    "Planning begins when the rollout ends. The recompute starts when all is planned.",
-    "A pass in which a plan saves less than 1 % of the modelled time runs with every expert at its home, as "
-    "executors run it.",
-    "Ranks copy their experts to host memory before the recompute, with nothing beside it.",
-)
 NOT_MODELLED = (
     "The rollout itself, and whatever else shares the cluster.",
     "Jitter, slow GPUs, launch gaps, congestion between groups, and copies that slow kernels down.",
@@ -185,11 +172,9 @@ def fit_table(found: FitRecord) -> Table:
 
 def fit_summary(found: FitRecord) -> str:
     """Nearness of the predictions, in a sentence."""
-    correlation = "not defined" if found.rank_correlation is None else f"{found.rank_correlation:.2f}"
     return (
         f"{len(found.names)} measured passes are predicted with a median error of {percentage(found.median_error)} and "
-        f"a worst of {percentage(found.worst_error)}; the rank correlation is {correlation}. The rates "
-        "were fitted to these very measurements."
+        f"a worst of {percentage(found.worst_error)}. The rates were fitted to these very measurements."
     )
 
 
@@ -246,7 +231,6 @@ def _page(record: SimulationRecord, config: SimulateConfig, fit: FitRecord | Non
     settings = tuple(TableRow(cells=setting) for setting in flattened(config.model_dump()).items())
     columns = (Column("Setting"), Column("Value", kind="words"))
     sections += [
-        PageSection(heading="Assumed", notes=ASSUMED),
         PageSection(heading="Not modelled", notes=NOT_MODELLED),
         PageSection(heading="Configuration", tables=(Table(columns=columns, rows=settings, folded="All settings"),)),
     ]
