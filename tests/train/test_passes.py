@@ -36,9 +36,9 @@ def taken_step(trainer):
 
     def watched_update(experience, mini_batches, old_logprobs_R, routes, **options):
         with watched(trainer.policy.model) as seen["forwards"]:
-            seen["result"] = update(experience, mini_batches, old_logprobs_R, routes, **options)
+            result = update(experience, mini_batches, old_logprobs_R, routes, **options)
         seen["old"], seen["lr"] = old_logprobs_R, trainer.optimizer.param_groups[0]["lr"]
-        return seen["result"]
+        return result
 
     trainer.recompute = lambda *a: passes.append(recompute(*a)) or passes[-1]
     trainer.update = watched_update

@@ -16,12 +16,10 @@ from foreroute.report.format import WINDOW, percentage, quoted, reward, scientif
 from foreroute.report.page import Column, Page, PageSection, Table, TableRow, write_page
 from foreroute.report.run_tables import (
     ABOUT_MEASURES,
-    OTHER_WEIGHTS,
     Measure,
     alarm_table,
     config_table,
     facts_table,
-    likeness_of,
     load_table,
     means,
     planned_steps,
@@ -61,8 +59,8 @@ FIRST = (
 )
 SUSPECTED = (
     "The sentinel tests the replayed routes of each rollout against those before: how often the trainer's routers "
-    "would pick other experts. k3 without replay compares log-probs, whatever routes were recorded. A row is the "
-    "routes of one token; sequences, positions (the prompt's too) and steps count from 0."
+    "would pick other experts. A row is the routes of one token; sequences, positions (the prompt's too) and steps "
+    "count from 0."
 )
 
 
@@ -84,15 +82,10 @@ def _suspected_runs(runs: Sequence[Run]) -> list[str]:
     for run in runs:
         steps = [step for step in run.steps if step.suspicions]
         if steps:
-            found = (likeness_of(run, step.step, each) for step in steps for each in step.suspicions or ())
-            likeness = " and ".join(dict.fromkeys(found))
+            found = (each.looks_like.replace("-", " ") for step in steps for each in step.suspicions or ())
             where = "" if len(runs) == 1 else f" of {run.label}"
-            what = (
-                f"the engine{where} has other weights than the trainer"
-                if likeness == OTHER_WEIGHTS
-                else (f"replayed routes{where} look wrong ({likeness})")
-            )
-            clauses.append(f"{what} from step {steps[0].step} on")
+            likeness = " and ".join(dict.fromkeys(found))
+            clauses.append(f"replayed routes{where} look wrong ({likeness}) from step {steps[0].step} on")
     return clauses
 
 

@@ -6,10 +6,9 @@ Most have a column or a chip of its colour for each run; `colours` are those of 
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from statistics import fmean, median
+from statistics import fmean
 from typing import Literal, TypeVar, get_args
 
-from foreroute.mismatch import LooksLike
 from foreroute.records import Run, StepRecord
 from foreroute.records.step_record import (
     SIDES,
@@ -33,16 +32,6 @@ ROUTING = {
     "R2": "R2: the update replays the experts that the trainer's own recompute pass selected",
     "R3": "R3, rollout routing replay: recompute and update replay the experts that the rollout engine selected",
 }
-OTHER_WEIGHTS, OTHER_TOKENS, OLDER_WEIGHTS = "other weights", "other tokens", "older weights"
-RISEN = 5.0
-"""k3 of one rollout is called higher from this many times the usual one on."""
-ALIKE = 1.5
-"""k3 of one rollout is called as before up to this many times the usual one."""
-ADVICE_BY_K3 = {
-    OTHER_WEIGHTS: "Look at whether the weights of the policy arrived in the engine.",
-    OTHER_TOKENS: LooksLike.OTHER_SEQUENCE.advice,
-}
-"""What to do where k3 counted weights from tokens."""
 MOST_NAMED = 4
 """Sequences that a cell names beside the first."""
 ABOUT_MEASURES = (
@@ -152,7 +141,7 @@ def suspicion_table(runs: Sequence[Run], colours: Sequence[str] = ()) -> Table:
     rows = []
     for place, run in enumerate(runs):
         counted: set[int] = set()  # steps whose dropped tokens a row has said
-        for likeness, by_step in _in_a_row((step.step, _by_likeness(run, step)) for step in run.steps):
+        for likeness, by_step in _in_a_row((step.step, _by_likeness(step)) for step in run.steps):
             since, (first, *others) = next(iter(by_step.items()))
             at_once = f"; at step {since} also {_named(others)}" if others else ""
             own = [step.sampling for step in run.steps if step.step in by_step.keys() - counted]
@@ -165,11 +154,10 @@ def suspicion_table(runs: Sequence[Run], colours: Sequence[str] = ()) -> Table:
                 _span(by_step),
                 likeness,
                 f"{of_rank}{first.sentence}{at_once}{left_out}",
-                _k3_beside(run, since, likeness),
-                ADVICE_BY_K3.get(likeness, first.advice),
+                first.advice,
             )
             rows.append(TableRow(cells=cells, colour=colours[place] if colours else "", tone="problem"))
-    headings = ("Looks like", "What was seen first", "k3 without replay", "Advice")
+    headings = ("Looks like", "What was seen first", "Advice")
     columns = (Column("Run"), Column("Steps"), *(Column(heading, kind="words") for heading in headings))
     return Table(columns=columns, rows=tuple(rows))
 
@@ -193,11 +181,11 @@ def _span(steps: Collection[int]) -> str:
     return f"{min(steps)} to {max(steps)}" if len(steps) > 1 else str(min(steps))
 
 
-def _by_likeness(run: Run, step: StepRecord) -> dict[str, list[SuspicionRecord]]:
-    """Group the suspicions of a step."""
+def _by_likeness(step: StepRecord) -> dict[str, list[SuspicionRecord]]:
+    """Group the suspicions of a step by what they look like, in words."""
     here: dict[str, list[SuspicionRecord]] = {}
     for each in step.suspicions or ():
-        here.setdefault(likeness_of(run, step.step, each), []).append(each)
+        here.setdefault(each.looks_like.replace("-", " "), []).append(each)
     return here
 
 
@@ -211,38 +199,6 @@ def _named(suspicions: Sequence[SuspicionRecord]) -> str:
     shown = sequences[:MOST_NAMED]
     rest = len(suspicions) - len(shown)
     return "; ".join([*shown, *([f"{rest} more"] if rest else [])])
-
-
-def likeness_of(run: Run, step: int, suspicion: SuspicionRecord) -> str:
-    """Write what a suspicion looks like as words; k3 tells weights from tokens."""
-    beside = _native_k3(run, step)
-    if suspicion.looks_like != LooksLike.UNRELATED or beside is None:
-        return suspicion.looks_like.replace("-", " ")
-    return OTHER_WEIGHTS if beside[0] > RISEN * beside[1] else OTHER_TOKENS
-
-
-def _k3_beside(run: Run, step: int, likeness: str) -> str:
-    """Say what k3 without replay is at a step, and was before; nothing where that is not known."""
-    if (beside := _native_k3(run, step)) is None:
-        return ""
-    now, before = beside
-    figures, is_of_weights = f"{scientific(now)}, {scientific(before)} before", likeness == OLDER_WEIGHTS
-    if now > RISEN * before:
-        return f"{figures}: the weights differ"
-    return (
-        f"{figures}: as before, so that routes alone are wrong"
-        if now <= ALIKE * before and not is_of_weights
-        else figures
-    )
-
-
-def _native_k3(run: Run, step: int) -> tuple[float, float] | None:
-    """Give k3 without replay at a step, and the median of steps before it at which nothing was suspected."""
-    native = {each.step: each.mismatch["native"].k3 for each in run.steps if "native" in each.mismatch}
-    healthy = [
-        native[each.step] for each in run.steps if each.step < step and each.step in native and not each.suspicions
-    ]
-    return (native[step], median(healthy)) if step in native and healthy else None
 
 
 def load_table(runs: Sequence[Run]) -> Table:

@@ -85,7 +85,6 @@ class Updated:
     loss: float  # mean over mini-batches, of all ranks
     grad_norm: float  # mean over mini-batches, before clipping, of all ranks
     tokens_4R: NDArray[np.float64]  # of the trained tokens of this rank, what `objective.importance_of` takes
-    micro_step_S: NDArray[np.int64]  # [S], the micro-step of each sequence of this rank; -1 where it was left out
     # for each mini-batch, (token, layer) of this rank whose live top-k is another than the replayed set, and all of
     # them; 0 where nothing is replayed, or it was not watched
     agreement_M2: NDArray[np.float64]
@@ -126,7 +125,6 @@ def merged(parts: list[StepPart]) -> StepPart:
     updated = replace(
         updates[0],
         tokens_4R=np.concatenate([each.tokens_4R for each in updates], axis=1),
-        micro_step_S=np.concatenate([each.micro_step_S for each in updates]),
         agreement_M2=np.sum([each.agreement_M2 for each in updates], axis=0),
     )
     watched = [part.suspicions for part in parts if part.suspicions is not None]
