@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from foreroute.doctor.evidence import EXPLAINS, Evidence, Finding, Measures, Severity, many
-from foreroute.doctor.zeros import Zeros
+from foreroute.doctor.evidence import EXPLAINS, Evidence, Finding, Measures, Severity, Zeros, many
 from foreroute.mismatch.defects import listed
 from foreroute.trace import INDEXER, SAMPLING
 

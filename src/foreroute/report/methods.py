@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from foreroute.report.figure import stacked_bars
-from foreroute.report.format import TIMES, as_fast, duration, over_mean, percentage, step_time, times
+from foreroute.report.format import TIMES, as_fast, duration, flattened, over_mean, percentage, step_time, times
 from foreroute.report.page import Caption, Column, Plot, Table, TableRow
 
 if TYPE_CHECKING:
@@ -104,3 +104,9 @@ def named(method: SimulatedMethod, record: SimulationRecord) -> str:
 def modelled(record: SimulationRecord) -> str:
     """Mark of all seconds, for axes."""
     return "modelled, not executed" if record["static"].not_executed else "modelled"
+
+
+def settings_table(values: Mapping[str, Any], folded: str) -> Table:
+    """Every key and its value, folded under these words."""
+    rows = tuple(TableRow(cells=setting) for setting in flattened(values).items())
+    return Table(columns=(Column("Key"), Column("Value", kind="words")), rows=rows, folded=folded)

@@ -13,7 +13,7 @@ from foreroute.plan.capabilities import EXECUTES, EXECUTOR_NAMES, Ability, on_se
 from foreroute.plan.options import PASS_NAMES
 from foreroute.report.figure import PART_COLOURS, heat_maps, layer_label
 from foreroute.report.format import TIMES, duration, over_mean, percentage, rate, size, step_time, time_unit, times
-from foreroute.report.methods import BOUND, method_table, passes_by_part, worth
+from foreroute.report.methods import BOUND, method_table, passes_by_part, settings_table, worth
 from foreroute.report.page import Caption, Column, Page, PageSection, Plot, Table, TableRow, Tile, Tone, write_page
 
 if TYPE_CHECKING:
@@ -392,12 +392,5 @@ def _rates(cluster: Cluster) -> PageSection:
     """Every key of a topology file with which the seconds can be computed again."""
     from foreroute.costs.cluster_file import described
 
-    rows = [
-        TableRow(cells=(f"{table}.{key}", f"{value:g}" if isinstance(value, float) else str(value)))
-        for table, values in described(cluster).items()
-        for key, value in values.items()
-    ]
-    table = Table(
-        columns=(Column("Key"), Column("Value", kind="words")), rows=tuple(rows), folded="All rates and sizes"
-    )
+    table = settings_table(described(cluster), "All rates and sizes")
     return PageSection(heading="What the seconds stand on", tables=(table,))

@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING
 
 from foreroute.plan.capabilities import SEVERAL_NODES, Ability
 from foreroute.report.figure import PART_COLOURS, stacked_bars
-from foreroute.report.format import AS_FAST, as_fast, duration, flattened, percentage, rate, step_time, times
-from foreroute.report.methods import BOUND, method_table, modelled, named, passes_by_part, worth
+from foreroute.report.format import AS_FAST, as_fast, duration, percentage, rate, step_time, times
+from foreroute.report.methods import BOUND, method_table, modelled, named, passes_by_part, settings_table, worth
 from foreroute.report.page import Caption, Column, Page, PageSection, Plot, Table, TableRow, Tile, write_page
 
 if TYPE_CHECKING:
@@ -90,7 +90,7 @@ def simulation_table(record: SimulationRecord) -> Table:
 
 def simulation_finding(record: SimulationRecord) -> str:
     """Worth of the methods beside static and the strongest of the others, in one sentence."""
-    from foreroute.simulate.records import fastest_plan, headline, strongest_other
+    from foreroute.simulate.records import headline, strongest_other
 
     static, main, other = record["static"], headline(record.methods), strongest_other(record.methods)
     by = "By the cost model" + (", and not executed" if static.not_executed else "")
@@ -100,11 +100,7 @@ def simulation_finding(record: SimulationRecord) -> str:
             f"{as_fast(static.training_s, record.forced_balance_s)} static; no other method was simulated."
         )
     beside = () if other is None else (other.training_s, named(other, record))
-    gain, best = worth(static.training_s, main.training_s, *beside), fastest_plan(record.methods)
-    # the page is about the first plan of the configuration, which need not be the fastest
-    if main.training_s > AS_FAST * best.training_s:
-        against = other or main
-        gain += f"; {named(best, record)} is {as_fast(against.training_s, best.training_s)} {against.label}"
+    gain = worth(static.training_s, main.training_s, *beside)
     if main.step_s <= AS_FAST * static.step_s:
         return f"{by}, {named(main, record)} makes recompute and update {gain}."
     # a faster pass may be bought by planning or moves; the finding must not hide it
@@ -197,9 +193,11 @@ def by_phase(record: SimulationRecord) -> Plot:
 
 def by_part(record: SimulationRecord) -> Plot:
     """Recompute and update of the methods that matter, by what they are spent on."""
-    from foreroute.simulate.records import compared
+    from foreroute.simulate.records import headline, strongest_other
 
-    methods = {named(method, record): method for method in (record["static"], *compared(record.methods))}
+    shown = record["static"], headline(record.methods), strongest_other(record.methods)
+    # the headline is static where nothing else was simulated
+    methods = {named(method, record): method for method in shown if method is not None}
     said = Caption(
         title="What recompute and update are spent on",
         sentence=(
@@ -228,11 +226,9 @@ def _page(record: SimulationRecord, config: SimulateConfig, fit: FitRecord | Non
         sections.append(
             PageSection(heading="Rates fitted to measurements", texts=(fit_summary(fit),), tables=(fit_table(fit),))
         )
-    settings = tuple(TableRow(cells=setting) for setting in flattened(config.model_dump()).items())
-    columns = (Column("Setting"), Column("Value", kind="words"))
     sections += [
         PageSection(heading="Not modelled", notes=NOT_MODELLED),
-        PageSection(heading="Configuration", tables=(Table(columns=columns, rows=settings, folded="All settings"),)),
+        PageSection(heading="Configuration", tables=(settings_table(config.model_dump(), "All settings"),)),
     ]
     return Page(
         command="foreroute simulate",
