@@ -15,7 +15,7 @@ LOGPROBS = -np.arange(1.0, 9.0)
 
 def test_everything_that_was_measured_is_on_the_page(tmp_path):
     own = TrainerPass(OWN, LOGPROBS + 0.1)
-    given = {"native": own, "repeated": own, "repacked": own, "replayed": TrainerPass(None, LOGPROBS + 0.01)}
+    given = {"native": own, "repacked": own, "replayed": TrainerPass(None, LOGPROBS + 0.01)}
     diagnosis = diagnose(Evidence(engine=ENGINE, engine_logprobs_R=LOGPROBS, **given), {"model": "test"})
     html = write_diagnosis(diagnosis, tmp_path / "page.html", [("Look at the run", "foreroute report r")]).read_text()
     text = text_of(html)

@@ -13,7 +13,6 @@ from foreroute.report.run_tables import (
     means,
     phase_seconds,
     rewards,
-    suspicion_table,
 )
 from tests.report.report_runs import config, side, step_line, write_run
 
@@ -94,21 +93,24 @@ def suspicious_run(folder, by_step, *, dropped=None, steps=8):
     return write_run(folder, config(folder.name), lines)
 
 
+LEFT_OUT = "were left out of the updates then"
+
+
 def test_what_was_suspected_in_steps_in_a_row_is_one_row_with_the_first_of_them(tmp_path):
     frozen, stale = suspicion("frozen-rows"), suspicion("stale-layer", "decoder 3 is stale", rank=2)
     by_step = {3: [frozen, stale, frozen | {"sentence": "sequence 5 froze", "sequence": 5}], 4: [frozen], 6: [frozen]}
     runs = read_runs([suspicious_run(tmp_path / "run", by_step, dropped={6: 40})])
-    table = suspicion_table(runs)
-    columns = ("Steps", "Looks like", "What was seen first")
+    table = alarm_table(runs)
+    columns = ("Steps", "What happened", "Worst value")
     assert [*zip(*map(table.column, columns), strict=True)] == [
-        ("3 to 4", "frozen rows", "sequence 3 froze; at step 3 also sequence 5"),
-        ("3", "stale layer", "rank 2, decoder 3 is stale"),
-        ("6", "frozen rows", "sequence 3 froze; 40 response tokens were left out of the updates"),
+        ("3 to 4", "frozen rows: sequence 3 froze; 1 more at once", "0.8, usual 0.02"),
+        ("3", "stale layer: rank 2, decoder 3 is stale", "0.8, usual 0.02"),
+        ("6", f"frozen rows: sequence 3 froze; 40 response tokens {LEFT_OUT}", "0.8, usual 0.02"),
     ]
     assert table.column("Advice")[1] == LooksLike.STALE_LAYER.advice
     found = run_finding(runs)
     assert found.startswith("Replayed routes look wrong (frozen rows and stale layer) from step 3 on; ")
     assert "k3" not in found  # of wrong routes
-    assert not alarm_table(runs).rows  # it has this one
+    assert all(row.tone == "problem" for row in table.rows), "the alarm of the sentinel is no row beside them"
     sound = suspicious_run(tmp_path / "sound", {})
     assert "k3" in run_finding(read_runs([tmp_path / "run", sound])), "of the other run"

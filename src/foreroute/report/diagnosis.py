@@ -62,7 +62,6 @@ def measure_table(measures: Measures) -> Table:
     compared: tuple[tuple[str, TokenMismatch | None, RoutingMismatch | None], ...] = (
         ("Engine and trainer, without replay", measures.without, measures.routes),
         ("Engine and trainer, with replay", measures.with_replay, None),
-        ("Trainer and itself, same batches", measures.repeated, None),
         ("Trainer and itself, packed differently", measures.repacked, measures.repacked_routes),
     )
     rows = []

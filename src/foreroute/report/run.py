@@ -25,7 +25,6 @@ from foreroute.report.run_tables import (
     planned_steps,
     rewards,
     summary_table,
-    suspicion_table,
 )
 
 KEPT = ("rollouts", "checkpoints")
@@ -208,16 +207,15 @@ def _page(runs: Sequence[Run]) -> Page:
 
     names = tuple(run_key(runs, place) for place in range(len(runs)))
     colours = [key.colour or "" for key in names]
-    alarms, looks_wrong = _alarms(runs, colours), any(step.suspicions for run in runs for step in run.steps)
+    looks_wrong = any(step.suspicions for run in runs for step in run.steps)
     sections = [
-        *(alarms if looks_wrong else []),
+        *_alarms(runs, colours),
         PageSection(
             heading="Mismatch and reward",
             texts=(ABOUT_SIDES,),
             tables=(summary_table(runs, colours),),
             notes=(RUNS, *ABOUT_MEASURES, *_notes(runs)),
         ),
-        *([] if looks_wrong else alarms),
     ]
     if (loads := load_table(runs)).rows:
         plots = tuple(rank_load_plots(runs))
@@ -267,16 +265,15 @@ def _alarms(runs: Sequence[Run], colours: Sequence[str]) -> list[PageSection]:
     if not watched:
         return []
     judged = sum(max(sum(step.suspicions is not None for step in run.steps) - WARM_UP, 0) for run in runs)
-    suspected, others = suspicion_table(runs, colours), alarm_table(runs, colours)
-    alarmed = [run for run in runs if any(step.alarms or step.suspicions for step in run.steps)]
-    # the next command stands where a reader has the question that it answers
-    next_one = command_table([command for run in alarmed for command in commands_of(run)])
-    tables = tuple(table for table in (suspected, others, next_one) if table.rows)
-    if suspected.rows:
-        texts, notes = (FIRST,) if others.rows else (), (SUSPECTED, ADVICE["sentinel"])
+    suspected, alarmed = (
+        [run for run in runs if any(getattr(step, name) for step in run.steps)] for name in ("suspicions", "alarms")
+    )
+    if suspected or alarmed:
+        # the next command stands where a reader has the question that it answers
+        commands = [command for run in runs if run in suspected + alarmed for command in commands_of(run)]
+        tables = tuple(table for table in (alarm_table(runs, colours), command_table(commands)) if table.rows)
+        texts, notes = ((FIRST,), (SUSPECTED, ADVICE["sentinel"])) if suspected else ((), (ALARMS,))
         return [PageSection(heading="Alarms", texts=texts, tables=tables, notes=notes)]
-    if others.rows:
-        return [PageSection(heading="Alarms", tables=tables, notes=(ALARMS,))]
     of = f" in {', '.join(watched)}; the other runs did not record it" if len(watched) < len(runs) else ""
     well = f" The sentinel tested the replayed routes of {judged} steps, and suspects none." if judged else ""
     return [PageSection(heading="Alarms", texts=(f"No alarm was on{of}.{well}",))]

@@ -32,8 +32,6 @@ ROUTING = {
     "R2": "R2: the update replays the experts that the trainer's own recompute pass selected",
     "R3": "R3, rollout routing replay: recompute and update replay the experts that the rollout engine selected",
 }
-MOST_NAMED = 4
-"""Sequences that a cell names beside the first."""
 ABOUT_MEASURES = (
     "k3 estimates KL(rollout engine || trainer) on the sampled response tokens. F(2) is the share of response tokens "
     "whose two probabilities differ more than twofold.",
@@ -108,24 +106,33 @@ def summary_table(runs: Sequence[Run], colours: Sequence[str] = ()) -> Table:
 
 
 def alarm_table(runs: Sequence[Run], colours: Sequence[str] = ()) -> Table:
-    """For each run its alarms: the steps, what happened and what to do, and the value farthest from its limit."""
+    """For each run what the sentinel suspected and its alarms, by steps in a row: what happened and what to do.
+
+    A row has the first suspicion of its likeness, or the value of an alarm that is farthest from its limit.
+    """
     rows, kinds = [], get_args(AlarmKind)
     for place, run in enumerate(runs):
-        suspects = any(step.suspicions for step in run.steps)
+        colour = colours[place] if colours else ""
+        suspected = _in_a_row((step.step, _by_likeness(step)) for step in run.steps)
+        for likeness, by_step in suspected:
+            first, *others = next(iter(by_step.values()))
+            more = f"; {len(others)} more at once" if others else ""
+            own = [step.sampling for step in run.steps if step.step in by_step and step.sampling]
+            dropped = sum(sampling.dropped_tokens or 0 for sampling in own)
+            left_out = f"; {dropped} response tokens were left out of the updates then" if dropped else ""
+            of_rank = f"rank {first.rank}, " if first.rank else ""
+            what = f"{likeness}: {of_rank}{first.sentence}{more}{left_out}"
+            cells = (run.label, _span(by_step), what, first.advice, f"{first.share:.3g}, usual {first.usual or 0:.3g}")
+            rows.append(TableRow(cells=cells, colour=colour, tone="problem"))
         found = _in_a_row((step.step, {alarm.kind: alarm for alarm in step.alarms or ()}) for step in run.steps)
-        for kind, by_step in sorted(found, key=lambda episode: kinds.index(episode[0])):
-            # what the sentinel suspected has a table of its own
-            if kind == "sentinel" and suspects:
+        for kind, alarms in sorted(found, key=lambda episode: kinds.index(episode[0])):
+            # what the sentinel suspected has rows of its own
+            if kind == "sentinel" and suspected:
                 continue
-            worst = max(by_step.values(), key=lambda alarm: abs(alarm.value - alarm.threshold))
-            cells = (
-                run.label,
-                _span(by_step),
-                f"{WORDS[kind][:1].upper()}{WORDS[kind][1:]}.",
-                worst.advice,
-                f"{worst.value:.3g}, limit {worst.threshold:.3g}",
-            )
-            rows.append(TableRow(cells=cells, colour=colours[place] if colours else ""))
+            worst = max(alarms.values(), key=lambda alarm: abs(alarm.value - alarm.threshold))
+            what = f"{WORDS[kind][:1].upper()}{WORDS[kind][1:]}."
+            cells = (run.label, _span(alarms), what, worst.advice, f"{worst.value:.3g}, limit {worst.threshold:.3g}")
+            rows.append(TableRow(cells=cells, colour=colour))
     columns = (
         Column("Run"),
         Column("Steps"),
@@ -133,32 +140,6 @@ def alarm_table(runs: Sequence[Run], colours: Sequence[str] = ()) -> Table:
         Column("Advice", kind="words"),
         Column("Worst value"),
     )
-    return Table(columns=columns, rows=tuple(rows))
-
-
-def suspicion_table(runs: Sequence[Run], colours: Sequence[str] = ()) -> Table:
-    """For each run what the sentinel suspected: steps in a row of one likeness, with the first that was seen."""
-    rows = []
-    for place, run in enumerate(runs):
-        counted: set[int] = set()  # steps whose dropped tokens a row has said
-        for likeness, by_step in _in_a_row((step.step, _by_likeness(step)) for step in run.steps):
-            since, (first, *others) = next(iter(by_step.items()))
-            at_once = f"; at step {since} also {_named(others)}" if others else ""
-            own = [step.sampling for step in run.steps if step.step in by_step.keys() - counted]
-            dropped = sum(sampling.dropped_tokens or 0 for sampling in own if sampling)
-            counted.update(by_step)
-            left_out = f"; {dropped} response tokens were left out of the updates" if dropped else ""
-            of_rank = f"rank {first.rank}, " if first.rank else ""
-            cells = (
-                run.label,
-                _span(by_step),
-                likeness,
-                f"{of_rank}{first.sentence}{at_once}{left_out}",
-                first.advice,
-            )
-            rows.append(TableRow(cells=cells, colour=colours[place] if colours else "", tone="problem"))
-    headings = ("Looks like", "What was seen first", "Advice")
-    columns = (Column("Run"), Column("Steps"), *(Column(heading, kind="words") for heading in headings))
     return Table(columns=columns, rows=tuple(rows))
 
 
@@ -187,18 +168,6 @@ def _by_likeness(step: StepRecord) -> dict[str, list[SuspicionRecord]]:
     for each in step.suspicions or ():
         here.setdefault(each.looks_like.replace("-", " "), []).append(each)
     return here
-
-
-def _named(suspicions: Sequence[SuspicionRecord]) -> str:
-    """Name what else is suspected by its rank and sequence; where that is none, say how many."""
-    sequences = [
-        f"{f'rank {each.rank}, ' if each.rank else ''}sequence {each.sequence}"
-        for each in suspicions
-        if each.sequence is not None
-    ]
-    shown = sequences[:MOST_NAMED]
-    rest = len(suspicions) - len(shown)
-    return "; ".join([*shown, *([f"{rest} more"] if rest else [])])
 
 
 def load_table(runs: Sequence[Run]) -> Table:
