@@ -198,12 +198,12 @@ def _instead(found: PlanComparison, ways: Sequence[Way]) -> str:
 
 
 def _verdict(found: PlanComparison) -> str:
-    from foreroute.simulate.records import AS_PLANNED, strongest_priced
+    from foreroute.simulate.records import AS_PLANNED, strongest_other
 
     static, executed = found.methods[0], found.methods[-1]
     # where both passes run by the plan, what was planned is what is executed
     planned = next((one for one in found.methods if one.name == AS_PLANNED), executed)
-    other = strongest_priced(found.methods)
+    other = strongest_other(found.methods)
     # what is executed is compared, not what was planned
     gain = worth(static.step_s, executed.step_s, *(() if other is None else (other.step_s, other.label)))
     moves = f"homes that move in {duration(executed.moves_s)}, " if executed.moves_s else ""

@@ -20,7 +20,7 @@ from foreroute.records.step_record import (
     Side,
     SuspicionRecord,
 )
-from foreroute.report.format import ABSENT, WINDOW, flattened, percentage, reward, scientific, step_time
+from foreroute.report.format import WINDOW, flattened, percentage, reward, scientific, step_time
 from foreroute.report.page import Column, Table, TableRow
 
 Measure = Literal["k3", "f2", "differing_share", "differing_tokens_share"]
@@ -122,7 +122,8 @@ def alarm_table(runs: Sequence[Run], colours: Sequence[str] = ()) -> Table:
             left_out = f"; {dropped} response tokens were left out of the updates then" if dropped else ""
             of_rank = f"rank {first.rank}, " if first.rank else ""
             what = f"{likeness}: {of_rank}{first.sentence}{more}{left_out}"
-            cells = (run.label, _span(by_step), what, first.advice, f"{first.share:.3g}, usual {first.usual or 0:.3g}")
+            usual = "" if first.usual is None else f", usual {first.usual:.3g}"
+            cells = (run.label, _span(by_step), what, first.advice, f"{first.share:.3g}{usual}")
             rows.append(TableRow(cells=cells, colour=colour, tone="problem"))
         found = _in_a_row((step.step, {alarm.kind: alarm for alarm in step.alarms or ()}) for step in run.steps)
         for kind, alarms in sorted(found, key=lambda episode: kinds.index(episode[0])):
@@ -241,9 +242,6 @@ def _loads(steps: Sequence[ExecutionRecord]) -> dict[str, str]:
         return sum(map(value, steps)) / len(steps)
 
     def over_mean(load: Load) -> str:
-        # a mean over some of the steps would look like one over all
-        if any(load not in step.max_over_mean for step in steps):
-            return ABSENT
         return f"{mean(lambda step: step.max_over_mean[load]):.2f}"
 
     def over_bound(grouping: Grouping) -> str:
@@ -252,9 +250,6 @@ def _loads(steps: Sequence[ExecutionRecord]) -> dict[str, str]:
     def megabytes(*kinds: str) -> str:
         return f"{mean(lambda step: sum(step.bytes.get(kind, 0) for kind in kinds)) / 1e6:.3g} MB"
 
-    planned, waited = ([getattr(step, name) or 0.0 for step in steps] for name in ("planning_s", "exposed_planning_s"))
-    # step by step: what one step waits for is not made up by another that hides more
-    hidden_s = sum(max(0.0, planning_s - waited_s) for planning_s, waited_s in zip(planned, waited, strict=True))
     packed = {}
     if all(step.packing for step in steps):
         packed["Experts at home over the bound of any packing, by length"] = over_bound("by_length")
@@ -264,7 +259,6 @@ def _loads(steps: Sequence[ExecutionRecord]) -> dict[str, str]:
     return {
         "Ranks": ", ".join(map(str, sorted({step.ranks for step in steps}))),
         "Busiest rank over mean, experts at home": over_mean("at_home"),
-        "Busiest rank over mean, by the plan": over_mean("planned"),
         "Busiest rank over mean, as executed": over_mean("executed"),
         **packed,
         "Replicas": f"{mean(lambda step: step.replicas or 0):.0f}",
@@ -272,6 +266,4 @@ def _loads(steps: Sequence[ExecutionRecord]) -> dict[str, str]:
         "Gradients moved": megabytes("gradients"),
         "Waited for transfers": step_time(mean(lambda step: step.exposed_transfer_s or 0.0)),
         "Waited for plans": step_time(mean(lambda step: step.exposed_planning_s or 0.0)),
-        # of the time of planning, what no rank waited for
-        "Planning that nothing waited for": percentage(hidden_s / sum(planned) if sum(planned) else None),
     }

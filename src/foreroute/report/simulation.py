@@ -9,7 +9,7 @@ from foreroute.plan.capabilities import SEVERAL_NODES, Ability
 from foreroute.report.figure import PART_COLOURS, stacked_bars
 from foreroute.report.format import AS_FAST, as_fast, duration, percentage, rate, step_time, times
 from foreroute.report.methods import BOUND, method_table, modelled, named, passes_by_part, settings_table, worth
-from foreroute.report.page import Caption, Column, Page, PageSection, Plot, Table, TableRow, Tile, write_page
+from foreroute.report.page import Caption, Column, Page, PageSection, Plot, Table, TableRow, write_page
 
 if TYPE_CHECKING:
     from foreroute.simulate import SimulateConfig, SimulationRecord
@@ -121,27 +121,6 @@ def beside_ranking(record: SimulationRecord) -> str:
     )
 
 
-def simulation_tiles(record: SimulationRecord) -> tuple[Tile, ...]:
-    """Savings of the method that the page is about, and the size of a step."""
-    from foreroute.simulate.records import headline
-
-    static, main = record["static"], headline(record.methods)
-    step = (
-        Tile("tokens of a GPU in a micro-step", f"{record.tokens_per_rank:,.0f}", "on average"),
-        Tile(
-            "cells of a group in a step",
-            f"{record.cells_per_group:,}",
-            f"{record.groups_simulated} of {record.groups} group{'s' * (record.groups != 1)} simulated",
-        ),
-    )
-    # nothing is saved by what was not simulated
-    if main is static:
-        return step
-    hours = f"of {1000 * static.gpu_hours:,.3g} for whole steps without balancing, by {named(main, record)}"
-    saved = 1000 * main.gpu_hours_saved
-    return (Tile(f"GPU-hours {'lost' if saved < 0 else 'saved'} in 1000 steps", f"{abs(saved):,.3g}", hours), *step)
-
-
 def executed(record: SimulationRecord) -> str:
     """Which methods no executor carries out, and why."""
     if missing := record["static"].not_executed:
@@ -234,7 +213,6 @@ def _page(record: SimulationRecord, config: SimulateConfig, fit: FitRecord | Non
         command="foreroute simulate",
         title=f"One RL step on {record.gpus:,} GPUs",
         finding=simulation_finding(record),
-        tiles=simulation_tiles(record),
         facts=record.facts,
         sections=tuple(sections),
     )

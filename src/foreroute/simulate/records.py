@@ -206,12 +206,6 @@ def strongest_other(records: Sequence[Record]) -> Record | None:
     return _fastest(others) if plans and others else None
 
 
-def strongest_priced(records: Sequence[PricedMethod]) -> PricedMethod | None:
-    """As `strongest_other`, where homes that move count too."""
-    plans, others = _balanced(records)
-    return min(others, key=lambda record: record.step_s) if plans and others else None
-
-
 def _balanced(records: Sequence[Record]) -> tuple[list[Record], list[Record]]:
     """Plans of foreroute, and the other methods but static."""
     balanced = [record for record in records if record.name != "static"]
@@ -219,4 +213,5 @@ def _balanced(records: Sequence[Record]) -> tuple[list[Record], list[Record]]:
 
 
 def _fastest(records: Sequence[Record]) -> Record:
-    return min(records, key=lambda record: record.training_s)
+    """The fastest in recompute and update, with homes that move where these are priced."""
+    return min(records, key=lambda one: one.step_s if isinstance(one, PricedMethod) else one.training_s)

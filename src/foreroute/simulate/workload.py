@@ -64,12 +64,7 @@ class Workload:
                 f"{heaviest} assignments in a cell; expected {MOST_ASSIGNMENTS} at most. Take fewer tokens or ranks"
             )
         # whole tokens of more picks than there are experts are drawn for ever
-        draws = self.prompt_draws, self.response_draws
-        if not 1 <= self.top_k <= self.num_experts or min(draws) < 1 or not 0 < self.common < 1:
-            raise ConfigError(
-                f"top-{self.top_k} of {self.num_experts} experts, draws of {draws} and a common part of {self.common} "
-                "cannot be drawn; expected 1 to all experts, 1 draw or more, and a part above 0 and below 1"
-            )
+        assert 1 <= self.top_k <= self.num_experts, "the model's sizes are checked"
 
     def of_tokens(self, tokens: int) -> Workload:
         """The same with about this many tokens of a rank, 512 or more, to 5 %: four or five sequences, dealt evenly."""
