@@ -66,7 +66,7 @@ def test_stale_weights_are_named_with_and_without_a_stated_version(model):
 def test_another_temperature_is_not_blamed_on_routes(model):
     found = diagnosis(model, generation(model, temperature=0.5))
     assert "fit a temperature of 0.5: k3 is " in sentences(found, "temperature")
-    assert "Routes agree" in sentences(found, "probabilities")
+    assert "Causes can be" in sentences(found, "probabilities")
     assert diagnosis(model, generation(model, temperature=0.5), temperature=0.5).worst is Severity.FINE
 
 

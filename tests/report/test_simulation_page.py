@@ -29,7 +29,6 @@ SHOWN = {
     "Wait for the plan": lambda m, _: 1e3 * m.phases.planning,
     "Home moves": lambda m, _: 1e6 * m.phases.home_moves,
     "Exposed transfers": lambda m, _: 100 * m.exposed_share,
-    "Groups wait": lambda m, _: 100 * m.groups_waiting,
     "Experts fetched per cell": lambda m, _: m.fetches_per_cell,
     "Planning time": lambda m, _: 1e3 * m.planning_s,
     "GPU-hours saved": lambda m, static: 100 * (static.gpu_hours - m.gpu_hours) / static.gpu_hours,

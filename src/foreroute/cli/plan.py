@@ -46,7 +46,6 @@ from foreroute.report.plan import (
     plan_table,
     plan_tiles,
     planning_words,
-    rate_words,
     rows_table,
     ways_table,
     write_plan_page,
@@ -75,7 +74,7 @@ def run_plan(
     options = replace(options, packing="length")  # which is done: the planner has packed counts
     problem = step.problem
     facts = {**step.facts, **_facts(step, options)}
-    console.print(shown_facts(facts | rate_words(step.cluster)))
+    console.print(shown_facts(facts))
     cells = step.counts_MLGE.shape[0] * step.counts_MLGE.shape[1]
     with working("planning", console, total=cells, unit="cells") as work:
         found = timed_plan(problem, options, work.advance)

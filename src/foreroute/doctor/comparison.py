@@ -104,7 +104,7 @@ def compare(
         Evidence(
             engine=routed,
             engine_logprobs_R=packed(engine, kept, name="log-probs of the engine"),
-            response_lengths_S=None if kept is None or kept.ndim < 2 else _lengths(kept),
+            response_lengths_S=None if kept is None or kept.ndim < 2 else as_mask(kept, name="mask").sum(axis=1),
             native=TrainerPass(executed, own_R),
             replayed=TrainerPass(None, replayed_R),
         )
@@ -185,12 +185,6 @@ class _Figures(NamedTuple):
             parts = np.array([ratio(each) for each in by_sequence], np.float64).reshape(-1, 2)
             self.values[prefix + name] = float(above / below)
             self.errors[prefix + name] = standard_error(*parts.T)
-
-
-def _lengths(mask: NDArray[Any]) -> NDArray[np.int64]:
-    """Count the tokens of each sequence, int64 [B]."""
-    kept = as_mask(mask, name="mask")
-    return np.asarray(kept.sum(axis=tuple(range(1, kept.ndim))), np.int64)
 
 
 def _by_sequence(trainer: NDArray[Any], engine: NDArray[Any], mask: NDArray[Any] | None) -> list[TokenMismatch]:

@@ -51,15 +51,7 @@ NEXT_TOKEN = (
     "Logits of position p score token p + 1. Cut both sides alike: the first log-prob of a response is that of its "
     "first token."
 )
-UNLIKE = (
-    "Causes can be FP8, other weights, another temperature, or another prompt.",
-    "Check that the engine received the last weights, and that temperature and template are the same.",
-)
-UNLIKE_ON_LIKE_ROUTES = (
-    "Routes agree, so that other weights and another prompt are unlikely. Causes can be another temperature, or "
-    "log-probs of other tokens.",
-    "Check that both sides have the same temperature, and log-probs of the same tokens.",
-)
+UNLIKE = "Check that the engine received the last weights, and that temperature, template and tokens are the same."
 NO_ROUTES = "Look at both with foreroute inspect: a trace without routed rows was captured without routes."
 
 ADVICE = {
@@ -332,14 +324,13 @@ def _replay(evidence: Evidence, measures: Measures, is_broken: bool) -> Iterator
     if gain > 1 / HELPS and not named:
         yield from about_parts(measures, without, is_broken)
     if replayed.k3 > LARGE and gain > 1 / HELPS and not named:
-        agreed = measures.explanation is not None and measures.explanation.kind is Defect.NONE
-        causes, advice = UNLIKE_ON_LIKE_ROUTES if agreed else UNLIKE
         yield Finding(
             _by_probabilities(replayed, Severity.WARNING),
             "probabilities",
             f"Also on the engine's routes the probabilities are apart (k3 {replayed.k3:.2e} nats), by more than "
-            f"bfloat16 makes. {causes}",
-            advice,
+            "bfloat16 makes. Causes can be FP8, other weights where routes differ too, another temperature, or other "
+            "tokens.",
+            UNLIKE,
         )
 
 

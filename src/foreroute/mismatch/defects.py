@@ -93,7 +93,7 @@ def explain(a: RoutingTrace, b: RoutingTrace, *, names: tuple[str, str] = NAMES)
     longest = int(a.lengths.max(initial=0))
     alike_a, alike_b = (part.select_layers(_alike(a.spec)) if a.spec.sizes else part for part in (a, b))
     pair = TracePair(alike_a, alike_b, np.random.default_rng(0))
-    positions, share_RL = pair.positions[rows_R], shared_RL / a.spec.picks_L
+    positions, share_RL = pair.a.positions_N[rows_R], shared_RL / a.spec.picks_L
     with np.errstate(invalid="ignore"):  # 0 of 0 rows is NaN
         by_position = np.bincount(positions, share_RL.mean(axis=1), longest) / np.bincount(positions, minlength=longest)
     differs_RL = share_RL < 1

@@ -69,11 +69,8 @@ def measure_table(measures: Measures) -> Table:
         if tokens is None and routes is None:
             continue
         shares = (routes.differing_share, routes.differing_tokens_share) if routes else (None, None)
-        # with replay the routes are the engine's by construction, which nobody needs to measure
-        forced = tokens is not None and tokens is measures.with_replay
-        differing = ("0, forced",) * 2 if forced else tuple(map(percentage, shares))
         k3, f2 = (tokens.k3, tokens.f(2.0)) if tokens else (None, None)
-        rows.append(TableRow(cells=(name, scientific(k3), percentage(f2), *differing)))
+        rows.append(TableRow(cells=(name, scientific(k3), percentage(f2), *map(percentage, shares))))
     return Table(title="Measures", columns=MEASURES, rows=tuple(rows))
 
 

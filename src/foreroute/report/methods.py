@@ -33,7 +33,6 @@ SHOWN: dict[Column, Callable[[Any, float], str]] = {
     Column("Wait for the plan"): lambda one, _: of_planning(one, duration(one.phases.planning)),
     Column("Home moves"): lambda one, _: duration(one.phases.home_moves) if one.phases.home_moves else "",
     Column("Exposed transfers"): lambda one, _: percentage(one.exposed_share),
-    Column("Groups wait"): lambda one, _: percentage(one.groups_waiting),
     Column("Experts fetched per cell"): lambda one, _: f"{one.fetches_per_cell:.1f}",
     Column("Homes moved"): lambda one, _: f"{one.home_moves:,}",
     Column("Served across nodes", "served\nacross\nnodes"): lambda one, _: f"{one.cross_node_share:.0%}",

@@ -12,7 +12,7 @@ from foreroute.costs.pricing import PART_NAMES
 from foreroute.plan.capabilities import EXECUTES, EXECUTOR_NAMES, Ability, on_several_nodes
 from foreroute.plan.options import PASS_NAMES
 from foreroute.report.figure import PART_COLOURS, heat_maps, layer_label
-from foreroute.report.format import TIMES, duration, over_mean, percentage, rate, size, step_time, time_unit, times
+from foreroute.report.format import TIMES, duration, over_mean, percentage, size, step_time, time_unit, times
 from foreroute.report.methods import BOUND, method_table, passes_by_part, settings_table, worth
 from foreroute.report.page import Caption, Column, Page, PageSection, Plot, Table, TableRow, Tile, Tone, write_page
 
@@ -53,8 +53,6 @@ NOTES = (
     "Homes move before the step, with optimizer state, in the time beside it, and the speedup counts that as the cost "
     "of each step; homes that move once and then stay cost it once. Static moves none. What the plan saves in a pass "
     "is a share of that pass with every expert at its home under the plan, where it has moved already.",
-    "Waits for weights and gradients are priced cell by cell. A simulation runs transfers beside all of the step, and "
-    "adds the output head, so that speedups of methods that move much differ.",
     "The lower bound is the least that any plan can reach: with these slots for loads; for times, level experts and "
     "empty links, which no real plan attains.",
 )
@@ -85,7 +83,26 @@ def write_plan_page(
     where the model's own numbers of them are known; `ways` say what is reached with less than the plan;
     `rows` are tables of `rows_table`.
     """
-    return write_page(target, lambda: _page(found, facts, cluster, layers, ways, rows))
+
+    def page() -> Page:
+        plots = (load_of_cells(found, layers), time_by_part(found))
+        return Page(
+            command="foreroute plan",
+            title="Plan of a step",
+            finding=plan_finding(found, ways),
+            tone=TONES[len(found.passes_by_plan) if found.pays else 0],
+            tiles=plan_tiles(found, cluster),
+            facts=facts,
+            sections=(
+                PageSection(heading="Before and after", plots=plots),
+                *([_ways(ways)] if ways else []),
+                PageSection(heading="Against other balancers", tables=(plan_table(found),), notes=NOTES),
+                *([PageSection(heading="Rows that buffers must hold", tables=tuple(rows))] if rows else []),
+                *_rates(cluster),
+            ),
+        )
+
+    return write_page(target, page)
 
 
 def plan_table(found: PlanComparison) -> Table:
@@ -262,22 +279,6 @@ def _left_out(found: PlanComparison) -> str:
     )
 
 
-def rate_words(cluster: Cluster) -> dict[str, str]:
-    """By table, every key of a topology file that seconds stand on, presumed or measured, with its unit."""
-    from foreroute.costs.cluster_file import described
-
-    # the nodes of the topology count, not those of its hardware; a single one has no link to others
-    left_out = {
-        "ranks_per_node",
-        *(("cluster_bytes_per_s", "cluster_latency_s") if cluster.topology.num_nodes == 1 else ()),
-    }
-    return {
-        table: ", ".join(f"{key} {rate(key, value)}" for key, value in values.items() if key not in left_out)
-        for table, values in described(cluster).items()
-        if table != "topology"
-    }
-
-
 def planning_words(found: PlanComparison, threads: int) -> str:
     """How long planning took, by the processors and by the clock."""
     return (
@@ -332,7 +333,7 @@ def load_of_cells(found: PlanComparison, layers: Sequence[RoutedLayer]) -> Plot:
     )
     sides = {HOME: found.at_home, _planned(found): found.planned}
     loads = {title: side.over_mean_SMLG[0].max(axis=-1).T for title, side in sides.items()}
-    return heat_maps(said, loads, from_one=True, layers=layers)
+    return heat_maps(said, loads, layers=layers)
 
 
 def time_by_part(found: PlanComparison) -> Plot:
@@ -355,32 +356,6 @@ def _planned(found: PlanComparison) -> str:
     return "by the plan" + ("" if len(passes) == 2 else f" ({passes[0]})" if passes else " (not run)")
 
 
-def _page(
-    found: PlanComparison,
-    facts: Mapping[str, str],
-    cluster: Cluster | None,
-    layers: Sequence[RoutedLayer],
-    ways: Sequence[Way],
-    rows: Sequence[Table],
-) -> Page:
-    plots = (load_of_cells(found, layers), time_by_part(found))
-    return Page(
-        command="foreroute plan",
-        title="Plan of a step",
-        finding=plan_finding(found, ways),
-        tone=TONES[len(found.passes_by_plan) if found.pays else 0],
-        tiles=plan_tiles(found, cluster),
-        facts=facts,
-        sections=(
-            PageSection(heading="Before and after", plots=plots),
-            *([_ways(ways)] if ways else []),
-            PageSection(heading="Against other balancers", tables=(plan_table(found),), notes=NOTES),
-            *([PageSection(heading="Rows that buffers must hold", tables=tuple(rows))] if rows else []),
-            *([] if cluster is None else [_rates(cluster)]),
-        ),
-    )
-
-
 def _ways(ways: Sequence[Way]) -> PageSection:
     """The ways to level the step, and which frameworks can go them."""
     able = (f"{what[0].upper()}{what[1:]}: {names}." for what, names in executors_of_ways().items())
@@ -388,9 +363,9 @@ def _ways(ways: Sequence[Way]) -> PageSection:
     return PageSection(heading="With less than a plan", tables=(ways_table(ways),), notes=(*WAY_NOTES, *unknown, *able))
 
 
-def _rates(cluster: Cluster) -> PageSection:
+def _rates(cluster: Cluster | None) -> list[PageSection]:
     """Every key of a topology file with which the seconds can be computed again."""
     from foreroute.costs.cluster_file import described
 
-    table = settings_table(described(cluster), "All rates and sizes")
-    return PageSection(heading="What the seconds stand on", tables=(table,))
+    tables = () if cluster is None else (settings_table(described(cluster), "All rates and sizes"),)
+    return [PageSection(heading="What the seconds stand on", tables=tables)] if tables else []

@@ -26,7 +26,6 @@ HEADINGS = (
     "Wait for the plan",
     "Home moves",
     "Exposed transfers",
-    "Groups wait",
     "Experts fetched per cell",
     "Planning time",
     "GPU-hours saved",
@@ -45,15 +44,11 @@ METHODS = (
     "All methods serve the same tokens, and are compared by the time of recompute and update.",
     "A cell is one routed layer in one micro-step; the load of its slowest rank over the mean is given on average "
     "over all cells.",
-    "Exposed transfers are the share of recompute and update in which ranks wait for weights or gradients that move; "
-    "groups wait for the slowest one.",
+    "Exposed transfers are the share of recompute and update in which ranks wait for weights or gradients that move.",
     "A method is executed when a test runs all that it takes with an executor of foreroute, on CPU processes and at "
     "small sizes.",
-    "Forced balance: every source GPU sends the same number of assignments to every expert, give or take one, "
-    "experts serve at their homes, and nothing moves. It is not a lower bound: a plan that keeps tokens in their "
-    "node sends less than uniform traffic does, and can exceed 100 %.",
-    "No plan beats the lower bound: the experts' work in one piece and spread evenly over all GPUs, all-to-alls that "
-    "take their latency alone, free transfers. No real plan attains it.",
+    "Forced balance: every source sends as much to every expert, and nothing moves. A plan that keeps tokens in their "
+    "node can exceed 100 % of it. No plan beats the lower bound: even work, empty links, free transfers.",
 )
 NOT_MODELLED = (
     "The rollout itself, and whatever else shares the cluster.",
@@ -155,19 +150,14 @@ def fit_summary(found: FitRecord) -> str:
 
 def by_phase(record: SimulationRecord) -> Plot:
     """The whole step of every method."""
-    static = record["static"].phases
-    forced_s = record.forced_balance_s + static.reduction + static.optimizer
     said = Caption(
         title="The step by method",
-        sentence=(
-            "From the end of the rollout to new weights, phase after phase. Planning is only what the recompute waits "
-            f"for. The line is the same step under forced balance, {step_time(forced_s)}."
-        ),
+        sentence="From the end of the rollout to new weights. Planning is only what the recompute waits for.",
         x_label=f"seconds, {modelled(record)}",
         y_label="",
     )
     bars = [(named(method, record), tuple(method.phases)) for method in record.methods]
-    return stacked_bars(said, bars, PHASE_COLOURS, line_s=forced_s)
+    return stacked_bars(said, bars, PHASE_COLOURS)
 
 
 def by_part(record: SimulationRecord) -> Plot:

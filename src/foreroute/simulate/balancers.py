@@ -9,7 +9,6 @@ import numpy as np
 from numpy.typing import NDArray
 
 from foreroute.costs.model import CostModel
-from foreroute.errors import CountsError
 from foreroute.plan.hosts import CellPlan
 from foreroute.plan.options import SlotSharing
 from foreroute.plan.step_plan import StepPlan
@@ -57,12 +56,6 @@ class BalancerInput:
         """int64 [L, E], assignments of this whole step."""
         loads_LE: NDArray[np.int64] = self.counts_MLGE.sum(axis=(0, 2), dtype=np.int64)
         return loads_LE
-
-    def previous_loads_LE(self) -> NDArray[np.int64]:
-        """int64 [L, E]. Raises `CountsError` when nothing is known of the step before."""
-        if self.previous_LE is None:
-            raise CountsError("this balancer plans from the step before; give its counts, or leave the balancer out")
-        return self.previous_LE
 
 
 Method = Callable[[BalancerInput], Iterator[CellPlan] | StepPlan]

@@ -125,10 +125,7 @@ def over(values: NDArray[np.number], mean: NDArray[np.number]) -> NDArray[np.flo
 
 
 def serve(method: Balancer, problem: BalancerInput, costs: CostModel, *, most_timings: int = 1) -> ServedStep:
-    """Serve a step by one method, planned up to `most_timings` times where that is quick; the shortest counts.
-
-    Raises `CountsError` when a balancer plans from the step before, and the problem knows nothing of it.
-    """
+    """Serve a step by one method, planned up to `most_timings` times where that is quick; the shortest counts."""
     problem = replace(problem, costs=costs)
     counts_MLGE, home_LE = problem.counts_MLGE, problem.home_LE
     previous = None if problem.previous_LE is None else problem.previous_LE[:1]

@@ -123,7 +123,6 @@ class SimulatedMethod(MethodRecord):
         share_of_forced_balance: recompute and update under forced balance, over those of this method. It can exceed 1.
         share_of_bound: the least that any plan can take for these, over those of this method. It cannot exceed 1.
         speedup_over_static: of recompute and update.
-        groups_waiting: share of recompute and update that a group waits for the slowest one, on average.
         moved_bytes: what a GPU sends in a step, on average, by what it is and link: host, node, cluster. Fetches from
             host memory are counted where they arrive.
         gpu_hours: of one step, rollout included.
@@ -135,7 +134,6 @@ class SimulatedMethod(MethodRecord):
     share_of_forced_balance: float
     share_of_bound: float
     speedup_over_static: float
-    groups_waiting: float
     moved_bytes: dict[str, dict[str, float]]
     gpu_hours: float
     gpu_hours_saved: float
