@@ -87,15 +87,6 @@ def test_loads_of_ranks_come_first(tmp_path):
     assert finding(uneven).startswith("The busiest rank has 1.30 times the mean, 1.20 with experts at home; ")
 
 
-def test_a_collapse_is_in_the_finding_and_other_alarms_are_not(tmp_path):
-    def alarmed(kind):
-        alarm = {"kind": kind, "since": 1, "value": 0.1, "threshold": 0.5}
-        return write_run(tmp_path / kind, config(kind), [line(0, alarms=[]), line(1, alarms=[alarm])])
-
-    assert "the reward or the loss collapsed in collapse." in finding(alarmed("collapse"))
-    assert "collapsed" not in finding(alarmed("f2"))
-
-
 def test_runs_that_learned_nothing_say_so_first(tmp_path):
     def sampled(share):
         return {"sampling": {"responses": 8, "informative_share": share}}

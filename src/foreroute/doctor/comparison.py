@@ -133,8 +133,7 @@ def compare(
 def standard_error(sums_S: ArrayLike, counts_S: ArrayLike) -> float:
     """Return the standard error of `sum(sums_S) / sum(counts_S)`, a mean over tokens; NaN below two such sequences.
 
-    A mean share was within 1.96 errors of the truth in 92 % of cases with 32 sequences and in 95 % with 128; k3, which
-    is skewed, in 88 % and 92 %, and in 93 % with 512. The error says little about what hardly a sequence has, such as
+    It is too small for k3 of few sequences, which is skewed, and says little about what hardly a sequence has, such as
     F(2) of a good engine.
     """
     sums, counts = np.asarray(sums_S, np.float64), np.asarray(counts_S, np.float64)
