@@ -44,16 +44,6 @@ def changed_verdicts(results):
     return {claim: row.verdict for claim, row in decided(results).items() if row.verdict != before[claim].verdict}
 
 
-def test_every_claim_and_table_asks_for_arms_and_figures_of_the_grid():
-    arms = {cell.arm for cell in grid()}
-    for claim in claims():
-        measures = claim.effect.first, getattr(claim.effect, "second", None)
-        assert {measure.arm for measure in measures if measure} <= arms
-    assert len({(claim.words, claim.quantity) for claim in claims()}) == len(claims()) == 114
-    done = Arms(KEPT)
-    assert all(len(table.lines(done)) == len(table.rows) for table in tables().values())
-
-
 def test_claims_are_decided_by_the_arms_that_they_name():
     for claim, row in decided(KEPT).items():
         seeds = FRESH if "fresh seeds" in claim else FEW if "400 steps" in claim or "vLLM" in claim else SEEDS
@@ -70,18 +60,6 @@ def test_claims_are_decided_by_the_arms_that_they_name():
         "R3 is better than TIS (8 mini-batches)": "holds",
         "Ten times the steps raise the reward with R3 (8 mini-batches, 400 steps)": "the opposite",
     }
-
-    def apart(figures, seed):
-        figures["none"]["k3"], figures["R3"]["k3"] = 4e-3 * (1 + seed), 1e-4 * (1 + seed)
-
-    fp8 = decided(planted("A/moe/fp8", apart))["Routing causes the excess: R3 lowers the mismatch (fp8)"]
-    assert fp8.found.startswith("40 times")
-
-    def grows(figures, seed):
-        figures["binned"]["k3"] = [1.0] * 4 + [2.0] * 4 + [3.0 + 0.1 * seed] * 4
-
-    grown = decided(planted("B/none/plain/8", grows))["Without R3 the mismatch grows through RL (8 mini-batches)"]
-    assert grown.found.startswith("3.2 times")
 
 
 def test_the_page_in_the_documentation_is_that_of_the_results():

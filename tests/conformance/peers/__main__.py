@@ -75,12 +75,8 @@ def short_table(text):
 
 def scores_apart(peer):
     """Of `scores`, in a process with the packages of the peer in front."""
-    folders = [
-        ROOT,
-        ROOT / "src",
-        Path(sys.prefix, "with-veomni" if peer == "veomni" else "with-scores"),
-        Path(sys.prefix, "with-scores"),
-    ]
+    own = ["with-veomni", "with-scores"] if peer == "veomni" else ["with-scores"]
+    folders = [ROOT, ROOT / "src", *(Path(sys.prefix, name) for name in own)]
     paths = [*map(str, folders), *filter(None, [os.environ.get("PYTHONPATH")])]
     command = [sys.executable, "-m", __spec__.parent, "--only", peer]
     done = subprocess.run(
