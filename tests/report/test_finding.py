@@ -43,9 +43,7 @@ def test_replay_that_removes_what_differs(tmp_path):
         ({"native": (0.0, 0.0), "replayed": (0.0, 0.0)}, "Trainer and rollout engine agree exactly: no route differs"),
         ({"replayed": (0.0, 2e-3)}, "Replay removes every differing route; k3 is 2.00e-3 with replay, 2.00e-3 without"),
         ({"replayed": (0.01, 1e-4)}, " of the routing decisions differ with replay, "),
-        ({"replayed": None}, "% of the routing decisions differ and k3 is 2.00e-3 nats"),
-        ({"native": None}, "With replay 0\N{NO-BREAK SPACE}% of the routing decisions differ and k3 is 1.00e-4 nats"),
-        ({"native": None, "replayed": None}, "The mismatch of trainer and rollout engine was not recorded; "),
+        ({"native": None}, "The mismatch of trainer and rollout engine was not measured both with replay and without"),
     ],
 )
 def test_other_mismatches_are_told_as_they_are(tmp_path, figures, words):
@@ -53,7 +51,6 @@ def test_other_mismatches_are_told_as_they_are(tmp_path, figures, words):
     assert words in text
     assert "lowers" not in text
     assert ("removes every" in text) is words.startswith("Replay removes")
-    assert ("not measured at the same steps" in text) is (len({None} & set(figures.values())) == len(figures) == 1)
 
 
 def several(tmp_path, with_, without):

@@ -9,7 +9,7 @@ import numpy as np
 
 from foreroute.capture.checks import UNFREEZE, frozen_rows
 from foreroute.conformance import Outcome
-from foreroute.doctor.decisions import about_choices, about_masks, lacks_choices
+from foreroute.doctor.decisions import about_choices, about_masks
 from foreroute.doctor.evidence import Evidence, Finding, Measures, Severity, many, measure
 from foreroute.doctor.roots import SURE, TOO_FEW, about_parts, about_roots
 from foreroute.errors import InputError
@@ -38,10 +38,6 @@ NOT_THIS_MODEL = (
 NOT_THESE_ROUTES = (
     "These are not the routes of these tokens under these weights, and not to be trained on; or the engine's log-probs "
     "are of another pass than its routes: a second forward of the engine takes routes of its own."
-)
-WITHOUT_CHOICES = (
-    "Routes without the choices of indexers can do that. Record both (see indexers). If it stays so, these are not the "
-    "routes of these tokens under these weights."
 )
 SAME_PASS = (
     "The trainer's log-probs with and without replay are the same in every bit: if routes differ, give those of a pass "
@@ -317,7 +313,7 @@ def _replay(evidence: Evidence, measures: Measures, is_broken: bool) -> Iterator
             Severity.PROBLEM,
             "replay",
             f"Replaying this trace makes it worse{f' by a factor of {1 / gain:.3g}' if gain > 0 else ''}: {both}.",
-            WITHOUT_CHOICES if lacks_choices(evidence) else NOT_THESE_ROUTES,
+            NOT_THESE_ROUTES,
         )
     # what has a name above is not called by a guess here
     named = measures.shift is not None or bool(measures.zeros)

@@ -22,7 +22,7 @@ MAX_RENAMED = 1024
 """Experts of a layer whose names may be mixed up: a table of pairs is made. Sets of bits take ids modulo this."""
 _QUICK_ROWS, _QUICK_LAYERS = 160, 4
 """Rows that a first look at all shifts takes, and layers of every first look; the best are then looked at in full."""
-_COMPARED_ROWS = 64
+_COMPARED_ROWS, _FITTED_ROWS = 64, 32
 """Rows of a sequence that are compared with those of another, and that say whether it fits a place in packed rows."""
 
 
@@ -60,6 +60,7 @@ def mixups(pair: TracePair) -> Iterator[Mixup]:
         yield from _flattenings(pair)
         if len(pair.a) <= MAX_PERMUTED:
             yield from _permutations(pair)
+            yield from _packed_permutations(pair)
     yield from _physical_ids(pair)
 
 
@@ -151,6 +152,30 @@ def _pairwise(pair: TracePair) -> NDArray[np.float64]:
         # One row that agrees by chance must not beat many that agree: with n rows, agreement counts n / (n + 1).
         scores[s] = np.where(compared > 0, (agreed * both).sum(axis=-1) / (compared + 1), -1.0)
     return scores
+
+
+def _packed_permutations(pair: TracePair) -> Iterator[Mixup]:
+    """Suppose that the packed rows of `b` are the sequences of `a` one after the other in another order."""
+    lengths, offsets = pair.a.lengths, pair.a.offsets
+    # R rows of each sequence; all rows of a short one, some of them twice, of which the second is not looked at
+    within_SR = np.linspace(0, lengths - 1, _FITTED_ROWS, axis=1).astype(np.int64)
+    looked_at_SR = (np.diff(within_SR, prepend=-1, axis=1) > 0) & (lengths > 0)[:, None]
+    rows_SR = np.where(looked_at_SR, offsets[:-1, None] + within_SR, -1)
+    left, order, position = np.arange(len(lengths)), [], 0
+    # `position` is the first row of `b` that no chosen sequence covers; of those that are left, the one that fits best
+    # there is the next.
+    while len(left):
+        place_SR = position + within_SR[left]
+        agreed, both = pair.first_look(rows_SR[left], np.where(place_SR < pair.b.num_rows, place_SR, -1))
+        # Rows of the right sequence agree by 0.8 and more, others hardly: each row counts for or against, so that of
+        # two sequences that begin alike the longer fit wins, and a long one that does not fit loses. 0.4 is half way.
+        chosen = int(np.argmax(((agreed - 0.4) * both).sum(axis=-1)))
+        order.append(int(left[chosen]))
+        position += int(lengths[left[chosen]])
+        left = np.delete(left, chosen)
+    if order != list(range(len(lengths))):
+        source = np.concatenate([np.arange(offsets[t], offsets[t + 1]) for t in order])
+        yield Mixup(Defect.PERMUTATION, {"order": order}, *pair.agreement_after(source))
 
 
 def _physical_ids(pair: TracePair) -> Iterator[Mixup]:

@@ -268,14 +268,11 @@ def _left_out(found: PlanComparison) -> str:
         return ""
     keys = {"planning": "plan_s_per_count", "votes": "begin_s"}
     what, named = (" and ".join(words) for words in (found.unpriced, [keys[what] for what in found.unpriced]))
-    beside = (
-        f" Planning took {duration(found.waited_s)} here (measured), and the plan saves "
-        f"{duration(found.saved_s)} (modelled)." * found.pays
-    )
+    took, saved = duration(found.waited_s), duration(found.saved_s)
+    beside = f" Planning took {took} here (measured), and the plan saves {saved} (modelled)." * found.pays
     return (
         f"{what.capitalize()} {'are' if len(found.unpriced) > 1 else 'is'} priced at 0 ({named} of [costs]); "
-        f"“foreroute measure” times and prices them.{beside} A step waits for as much of planning as does not run "
-        "beside other work."
+        f"“foreroute measure” times and prices them.{beside} A step waits for planning that nothing else hides."
     )
 
 

@@ -98,7 +98,7 @@ def _well(runs: Sequence[Run]) -> list[str]:
 def _mismatch(runs: Sequence[Run]) -> str:
     paired = [run for run in runs if run.num_paired]
     if not paired:
-        return _one_side(runs)
+        return "the mismatch of trainer and rollout engine was not measured both with replay and without at any step"
     shares, k3 = ([[means(run, measure)[side] or 0.0 for side in SIDES] for run in paired] for measure in FOUND)
     native, replayed = zip(*shares, strict=True)
     if not any((*native, *replayed, *(value for pair in k3 for value in pair))):
@@ -113,20 +113,6 @@ def _mismatch(runs: Sequence[Run]) -> str:
     lower = all(high > SAME * low > 0 for high, low in k3)
     factors = span_of([high / low for high, low in k3], _factor) if lower else ""
     return f"replay removes every differing route{f' and lowers k3 {factors} times' if lower else f'; {both}'}"
-
-
-def _one_side(runs: Sequence[Run]) -> str:
-    """Mismatch of runs in which no step was measured both ways."""
-    for side in SIDES:
-        words, other = ("without", "with") if side == "native" else ("with", "without")
-        if any(run.measured[side] for run in runs):
-            shares, k3 = ([means(run, measure)[side] for run in runs] for measure in FOUND)
-            return (
-                f"{words} replay {_shares(shares)} of the routing decisions differ and k3 is "
-                f"{span_of(k3, scientific)} nats per token; what it is {other} replay was not measured at the same "
-                "steps"
-            )
-    return "the mismatch of trainer and rollout engine was not recorded"
 
 
 def _reward(runs: Sequence[Run]) -> list[str]:
