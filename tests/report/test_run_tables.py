@@ -110,7 +110,7 @@ def test_what_was_suspected_in_steps_in_a_row_is_one_row_with_the_first_of_them(
     assert table.column("Advice")[1] == LooksLike.STALE_LAYER.advice
     found = run_finding(runs)
     assert found.startswith("Replayed routes look wrong (frozen rows and stale layer) from step 3 on; ")
-    assert "k3" not in found  # of wrong routes
+    assert "mismatch" not in found  # of wrong routes
     assert all(row.tone == "problem" for row in table.rows), "the alarm of the sentinel is no row beside them"
     sound = suspicious_run(tmp_path / "sound", {})
-    assert "k3" in run_finding(read_runs([tmp_path / "run", sound])), "of the other run"
+    assert "mismatch" in run_finding(read_runs([tmp_path / "run", sound])), "of the other run"
