@@ -9,7 +9,7 @@ from foreroute.mismatch import Defect, Root, TokenMismatch
 
 OF_ONE_PLACE = Defect.NONE, Defect.UNEXPLAINED, Defect.WEIGHT_VERSION
 """What may set traces apart whose rows and layers are in their places."""
-SHOWN = 8
+SHOWN = 4
 """Further roots that a finding names."""
 SURE = 3.0
 """Standard errors by which k3 must rise to be called harm. However large, one token alone makes it rise by one. What is
