@@ -5,7 +5,7 @@ import numpy as np
 from foreroute.doctor import Evidence, diagnose
 from foreroute.doctor.evidence import TrainerPass
 from foreroute.report import write_diagnosis
-from foreroute.report.diagnosis import measure_table
+from foreroute.report.diagnosis import finding_table, measure_table
 from tests.report.pages import text_of
 from tests.traces import random_trace
 
@@ -19,6 +19,8 @@ def test_everything_that_was_measured_is_on_the_page(tmp_path):
     diagnosis = diagnose(Evidence(engine=ENGINE, engine_logprobs_R=LOGPROBS, **given), {"model": "test"})
     html = write_diagnosis(diagnosis, tmp_path / "page.html", [("Look at the run", "foreroute report r")]).read_text()
     text = text_of(html)
+    severities = finding_table(diagnosis).column("")
+    assert severities == sorted(severities, key=["problem", "warning", "note", "fine"].index)
     for finding in diagnosis.findings:
         assert f"{finding.sentence} {finding.advice}".strip() in text
     table = measure_table(diagnosis.measures)

@@ -83,13 +83,17 @@ def test_forced_balance_keeps_what_every_source_sends_and_levels_every_expert():
         assert np.ptp(even_GE, axis=1).max() <= 1
 
 
-def test_the_recompute_waits_for_what_of_planning_does_not_come_before_it():
+def test_the_recompute_waits_for_what_of_planning_does_not_come_before_it(monkeypatch):
     hidden = simulate(small_config(planning_s=0.0))["ours"]
     assert hidden.phases.planning == 0
     for lead_s, expected_s in ((0.0, 1e3), (400.0, 600.0), (2e3, 0.0)):
         waited = simulate(small_config(planning_s=1e3, plan_lead_s=lead_s))["ours"]
         assert waited.phases.planning == pytest.approx(expected_s)
         assert waited.training_s == pytest.approx(hidden.training_s)
+    # two layers are planned, in a second, for four
+    timed = "foreroute.simulate.simulation.serve"
+    monkeypatch.setattr(timed, lambda *given, **how: replace(serve(*given, **how), planning_s=1.0))
+    assert simulate(small_config(planning_s=None))["ours"].planning_s == 2
 
 
 EXPERT = 3 * 2048 * 768
