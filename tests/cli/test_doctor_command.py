@@ -61,8 +61,10 @@ def commands(page):
 def test_a_model_folder_and_a_rollout(files, tmp_path):
     page = tmp_path / "page.html"
     sides = "--model", files / "model", "--rollout", files / "bf16.generation"
-    result = doctor(*sides, "--output", page)
+    result = doctor(*sides, "--explain", "--output", page)
     assert result.returncode == 0, result.stderr
+    assert "carry the most of routing's part of k3" in said(result)
+    assert "Which flips make the gap" in page.read_text()
     assert "R3 helps by a factor of" in result.stdout
     assert "Replay is wired" in result.stdout
     assert commands(page) == []
@@ -145,6 +147,7 @@ PASSES = "--rollout bf16.generation --trainer native.generation"
         ("--model Qwen/Qwen3-30B-A3B", "Nothing is downloaded: hf download"),
         (f"{PASSES} --replayed short.generation", "short.generation holds other tokens than the rollout"),
         (f"{PASSES} --replayed bf16.trace", "is a trace without log-probs"),
+        ("--model model --rollout bf16.trace --explain", "--explain needs the engine's log-probs"),
         ("--model model --temperature 1 --max-sequences 2", "--temperature, --max-sequences change nothing without"),
     ],
     quick=4,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -13,7 +14,7 @@ from foreroute.cli.exit_codes import refuse_unused
 from foreroute.cli.terminal import Console, Work, shown_table, working
 from foreroute.doctor import Evidence, Severity, diagnose
 from foreroute.doctor.evidence import TrainerPass
-from foreroute.errors import InputError, RunFolderError, printable
+from foreroute.errors import InputError, ReplayError, RunFolderError, printable
 from foreroute.files.regular import parse_json, read_text
 from foreroute.report import write_diagnosis
 from foreroute.report.diagnosis import finding_table, measure_table
@@ -37,6 +38,7 @@ def run_doctor(
     temperature: float | None = None,
     weight_version: int | None = None,
     max_sequences: int | None = None,
+    explain: bool = False,
     output: Path | None = None,
 ) -> Severity:
     """Print the diagnosis, write the page if asked, and return how bad it is; `foreroute.cli.main` has the options."""
@@ -45,7 +47,7 @@ def run_doctor(
         check_page(output)
     # what cannot be answered is refused before minutes of passes
     _check_sides(model, rollout, trainer, replayed)
-    of_passes = {"--temperature": temperature, "--max-sequences": max_sequences}
+    of_passes = {"--temperature": temperature, "--max-sequences": max_sequences, "--explain": explain or None}
     if model is None:
         refuse_unused(of_passes, "without --model, whose passes it is about")
     elif rollout is None and (rollout := _last_rollout(model)) is None:
@@ -54,9 +56,11 @@ def run_doctor(
         # a model runs every sequence that is read; given passes cost nothing
         most = None if model is None else max_sequences or MOST_SEQUENCES
         trace, generation = (None, None) if rollout is None else _read(rollout, most)
+    if explain and generation is None:
+        raise InputError("--explain needs the engine's log-probs, and there are none; give --rollout a generation")
     if model is not None:
         with working("loading the model", console) as work:
-            evidence, facts = _examined(model, trace, generation, temperature, weight_version, work)
+            evidence, facts = _examined(model, trace, generation, temperature, weight_version, explain, work)
     else:
         assert trainer is not None, "checked above"
         with working("reading the trainer's passes", console):
@@ -72,8 +76,9 @@ def run_doctor(
         facts = {"model": "none; the trainer's passes were given"}
     with working("comparing", console):
         diagnosis = diagnose(evidence, facts | _facts(trace))
-    if "examined" in facts:
-        console.print(f"examined: {facts['examined']}", highlight=False, markup=False)
+    for name in ("examined", "not explained"):
+        if name in facts:
+            console.print(f"{name}: {facts[name]}", highlight=False, markup=False)
     console.print(f"{diagnosis.headline}\n", style="bold", highlight=False, markup=False)
     if diagnosis.worst is Severity.WARNING:
         console.print("A warning ends with exit code 0, a problem with 1.\n", highlight=False, markup=False)
@@ -121,6 +126,7 @@ def _examined(
     generation: Generation | None,
     temperature: float | None,
     weight_version: int | None,
+    explains: bool,
     work: Work,
 ) -> tuple[Evidence, dict[str, str]]:
     """Load a model, of a run or of anybody, and examine it; returns the evidence, and facts for people."""
@@ -147,6 +153,16 @@ def _examined(
         expected_version=weight_version,
         random_weights=not has_weights,
     )
+    # where nothing could be replayed, the diagnosis says why
+    if explains and generation is not None and evidence.engine is not None and evidence.replayed is not None:
+        from foreroute.doctor.explain import explain
+
+        work.begin("explaining the gap: two passes with gradients")
+        of_engine = replace(generation, trace=evidence.engine)
+        try:
+            evidence = replace(evidence, attribution=explain(model, of_engine, evidence, temperature=temperature))
+        except ReplayError as error:  # what was found so far is worth more
+            facts["not explained"] = str(error)
     return evidence, facts | {"model": printable(f"{found} ({type(model).__name__})")}
 
 

@@ -103,6 +103,9 @@ def doctor(
     ] = None,
     weight_version: Annotated[int | None, typer.Option(help="The trainer's; the run's by default.")] = None,
     max_sequences: Annotated[int | None, typer.Option(min=1, help="Most sequences to run; 64 by default.")] = None,
+    explain: Annotated[
+        bool, typer.Option("--explain", help="Also say which layers and flips make the gap: two backwards more.")
+    ] = False,
     output: Annotated[Path | None, typer.Option(help="Also write an HTML page.")] = None,
 ) -> None:
     """Diagnose trainer and engine. Says how far they differ, why, and if R3 helps; exit code 1 for a problem."""
@@ -117,6 +120,7 @@ def doctor(
         temperature=temperature,
         weight_version=weight_version,
         max_sequences=max_sequences,
+        explain=explain,
         output=output,
     )
     if worst is Severity.PROBLEM:

@@ -12,6 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from foreroute.conformance import ConformanceReport
+from foreroute.doctor.attribution import Attribution
 from foreroute.errors import printable
 from foreroute.mismatch import (
     Defect,
@@ -87,6 +88,7 @@ class Evidence:
         rescored: log-probs of the trainer on the engine's routes, taken otherwise, where the two are far apart.
         expected_version: the weight version that the trainer is at.
         random_weights: the model was made from a configuration alone, so that only its wiring counts.
+        attribution: which layers and flips make the gap, by `doctor.explain.explain`.
     """
 
     engine: RoutingTrace | None = None
@@ -104,6 +106,7 @@ class Evidence:
     rescored: tuple[Rescored, ...] = ()
     expected_version: int | None = None
     random_weights: bool = False
+    attribution: Attribution | None = None
 
 
 @dataclass(frozen=True, eq=False)
@@ -143,6 +146,7 @@ class Measures:
     rescored: tuple[Rescored, TokenMismatch] | None = None
     roots: RootMismatch | None = None  # decisions that the trainer would take otherwise on the engine's routes too
     split: K3Split | None = None  # k3 of `without` in routing and the rest
+    attribution: Attribution | None = None  # `Evidence.attribution`
     explanation: Explanation | None = None  # what sets engine's and trainer's routes apart
     choices: StreamDifference | None = None  # of indexers, engine against trainer on its own
     # the engine's sequences come in another order than the trainer's. Routes are compared in the trainer's order, and
@@ -180,7 +184,7 @@ class Finding:
 
     Attributes:
         severity: how bad it is.
-        topic: "wiring", "weights", "routes", "masks", "temperature", "indexers", "probabilities", "replay",
+        topic: "wiring", "weights", "routes", "masks", "temperature", "indexers", "probabilities", "replay", "gap",
             "trainer".
         sentence: what was seen, in plain words and whole sentences.
         advice: what to do, in whole sentences; empty when there is nothing to do.
@@ -240,6 +244,7 @@ def measure(evidence: Evidence) -> Measures:
         choices=_choices(own, engine),
         # a replay in another order was refused
         roots=None if reordered else _roots(evidence),
+        attribution=evidence.attribution,
         reordered=reordered,
         layers=engine.spec.layers if engine is not None else (),
     )

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from foreroute.doctor.attribution import sentences
 from foreroute.doctor.evidence import Finding, Measures, Severity, many
 from foreroute.mismatch import Defect, Root, TokenMismatch
 
 OF_ONE_PLACE = Defect.NONE, Defect.UNEXPLAINED, Defect.WEIGHT_VERSION
 """What may set traces apart whose rows and layers are in their places."""
-SHOWN = 4
-"""Further roots that a finding names."""
+SHOWN = 3
+"""Further roots that a finding names; the page has all."""
 SURE = 3.0
 """Standard errors by which k3 must rise to be called harm. However large, one token alone makes it rise by one. What is
 within as many of another verdict is too little to tell."""
@@ -89,6 +90,9 @@ def about_parts(measures: Measures, without: TokenMismatch, is_broken: bool) -> 
         yield Finding(Severity.NOTE, "replay", f"Replay pays: {parts}.")
     else:
         yield Finding(Severity.NOTE, "replay", f"Parity would pay more than replay: {parts}.", PARITY)
+    if measures.attribution is not None:
+        for sentence in sentences(measures.attribution, measures.layers):
+            yield Finding(Severity.NOTE, "gap", sentence)
 
 
 def _words(root: Root, measures: Measures) -> str:
