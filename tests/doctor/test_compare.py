@@ -78,6 +78,29 @@ def test_tokens_of_unknown_sequences_have_figures_and_no_errors():
     assert all(math.isnan(error) for error in masked.errors.values()), "a token is no sequence"
 
 
+def test_roots_of_a_replayed_pass_have_shares_and_the_one_that_is_no_near_tie_is_named():
+    trainer, engine, mask = logprobs(5)
+    given, spec = routes(5, rate=0.5)
+    theirs, own, attended = given["engine_routes"], given["trainer_routes"], given["attention_mask"]
+    differs = (np.sort(theirs) != np.sort(own)).any(-1) & (theirs >= 0).all(-1) & (own >= 0).all(-1)
+    is_root = differs & (np.random.default_rng(5).random(differs.shape) < 0.5)
+    would = np.where(is_root[..., None], own, theirs)
+    deficits = np.where(is_root, np.random.default_rng(6).uniform(0.01, 0.02, is_root.shape), 0.0)
+    b, t, layer = np.argwhere(is_root)[-1]
+    deficits[b, t, layer] = 9.0
+    found = fr.compare(trainer, engine, mask, **given, replayed_routes=would, deficits=deficits, spec=spec)
+    decisions = found.metrics["routed_rows"] * spec.num_layers
+    assert found.metrics["roots_share"] == is_root.sum() / decisions > 0
+    assert found.metrics["consequences_share"] == (differs & ~is_root).sum() / decisions > 0
+    assert found.errors["roots_share"] > 0
+    (far,) = found.diagnosis.measures.roots.far
+    position = np.flatnonzero(attended[b]).tolist().index(t)
+    assert (far.sequence, far.position, far.layer, far.deficit) == (b, position, layer, 9)
+    assert "No near-tie: " in str([each.sentence for each in found.diagnosis.findings])
+    with pytest.raises(InputError, match="deficits are given without replayed_routes"):
+        fr.compare(trainer, engine, mask, **given, deficits=deficits)
+
+
 def test_a_defect_of_routes_is_named_from_arrays_alone():
     given, spec = routes(7, planted.shift)
     trainer, engine, mask = logprobs(4)

@@ -91,7 +91,8 @@ def compared(t, _):
     for shape in ((0,), (0, 3), (3, 0)):
         with pytest.raises(ForerouteError, match=r"nothing.*compare"):
             fr.compare(np.zeros(shape), np.zeros(shape), np.zeros(shape))
-    fr.compare(np.zeros(0), np.zeros(0), trainer_routes=t, engine_routes=t)
+    none = np.zeros(t.expert_ids_NLK.shape[:2])
+    fr.compare(np.zeros(0), np.zeros(0), trainer_routes=t, engine_routes=t, replayed_routes=t, deficits=none)
 
 
 def examined(t, folder):

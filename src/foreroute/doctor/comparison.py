@@ -15,6 +15,7 @@ from foreroute.checks import as_array, as_mask
 from foreroute.doctor.evidence import Evidence, TrainerPass
 from foreroute.doctor.findings import Diagnosis, diagnose
 from foreroute.errors import InputError
+from foreroute.mismatch import root_mismatch
 from foreroute.mismatch.measures import TokenMismatch, as_traces, packed, routing_mismatch, token_mismatch
 from foreroute.trace import RoutingSpec, RoutingTrace
 
@@ -30,6 +31,10 @@ OF_ROUTES: Mapping[str, Ratio] = {
     "differing_tokens_share": lambda found: (found.by_differing_layers[1:].sum(), found.rows),
     "overlap": lambda found: (found.shared_L.sum(), found.rows * found.picks_L.sum()),
 }
+OF_ROOTS: Mapping[str, Ratio] = {
+    "roots_share": lambda found: (found.roots_L.sum(), found.rows * len(found.roots_L)),
+    "consequences_share": lambda found: (found.consequences_L.sum(), found.rows * len(found.roots_L)),
+}
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -40,7 +45,7 @@ class Comparison:
         metrics: figures by name, as `metrics.jsonl` calls them: `response_tokens`, `k3` (nats), `f1.5`, `f2` (shares),
             `max_abs_log_ratio`; the same under replay as `replayed/k3` and so on, and `gain`, k3 without over k3 with
             it; of the two parts of k3, in nats, `k3/routing` and `k3/rest`; of routes `routed_rows`, `differing_share`,
-            `differing_tokens_share` and `overlap`.
+            `differing_tokens_share` and `overlap`, and `roots_share` and `consequences_share` of the same decisions.
         errors: of those that are means over tokens, the standard errors (see `standard_error`).
         diagnosis: what it means, and what to do.
     """
@@ -66,6 +71,8 @@ def compare(
     replayed_logprobs: ArrayLike | None = None,
     trainer_routes: RoutingTrace | ArrayLike | None = None,
     engine_routes: RoutingTrace | ArrayLike | None = None,
+    replayed_routes: RoutingTrace | ArrayLike | None = None,
+    deficits: ArrayLike | None = None,
     attention_mask: ArrayLike | None = None,
     spec: RoutingSpec | None = None,
 ) -> Comparison:
@@ -80,24 +87,45 @@ def compare(
         trainer_routes: integers [B, W, L, K], the experts that the trainer takes by itself, -1 in all of a position
             that was not recorded, W the width of prompts and responses; or a trace, if both are.
         engine_routes: those that the engine took, in the same form.
+        replayed_routes: those that the trainer's routers would choose by themselves where it replays the engine's, in
+            the same form: a recording with `record(native=True)` inside of the replay.
+        deficits: numbers [B, W, L], or [N, L] of a trace, `deficits_NL()` of that recording, which tell defects from
+            near-ties.
         attention_mask: [B, W], of routes in arrays, 1 for a token; every position is one by default. Where it has the
             shape of `mask`, no response token may be padding.
         spec: the model of the routes, for its number of experts and the names of its layers: without it they are
             "routed layer 0" and so on. Traces have their own.
 
     Raises:
-        InputError: when shapes or numbers cannot be, or routes are given of one side alone.
+        InputError: when shapes or numbers cannot be, routes are given of one side alone, or those of the pass with
+            replay without both sides.
     """
     kept = None if mask is None else as_array(mask, name="mask")
     _check_padding(kept, attention_mask, has_routes=trainer_routes is not None)
     _warn_of_halves(trainer=trainer_logprobs, engine=engine_logprobs, replayed=replayed_logprobs)
     trainer, engine = (as_array(each, name="log-probs") for each in (trainer_logprobs, engine_logprobs))
     replayed = None if replayed_logprobs is None else as_array(replayed_logprobs, name="log-probs")
-    executed = routed = None
+    executed = routed = would = deficits_NL = None
     if trainer_routes is not None and engine_routes is not None:
         executed, routed = as_traces(trainer_routes, engine_routes, attention_mask, spec)
-    elif not (trainer_routes is None and engine_routes is None):
+        if replayed_routes is not None:
+            routed, would = as_traces(engine_routes, replayed_routes, attention_mask, spec)
+            if executed.spec.num_experts != would.spec.num_experts:
+                # of arrays, which say by their highest id alone how many experts there are
+                spec = max(executed.spec, would.spec, key=lambda each: each.num_experts)
+                executed, routed = as_traces(trainer_routes, engine_routes, attention_mask, spec)
+                _, would = as_traces(engine_routes, replayed_routes, attention_mask, spec)
+    elif not (trainer_routes is None and engine_routes is None and replayed_routes is None):
         raise InputError("routes are given of one side; expected trainer_routes and engine_routes, or neither")
+    if deficits is not None:
+        if would is None:
+            raise InputError("deficits are given without replayed_routes; expected both, of one recording")
+        of_rows = as_array(deficits, name="deficits")
+        every = np.ones(of_rows.shape[:2], np.bool_) if of_rows.ndim == 3 and attention_mask is None else attention_mask
+        deficits_NL = packed(of_rows, every, name="deficits", axes=1)
+        if isinstance(replayed_routes, RoutingTrace) and deficits_NL.shape[1:] == (replayed_routes.spec.num_layers,):
+            # layers that look experts up by tokens are compared only where both traces have them
+            deficits_NL = deficits_NL[:, [replayed_routes.spec.layers.index(layer) for layer in would.spec.layers]]
     own_R = packed(trainer, kept, name="log-probs of the trainer")
     replayed_R = None if replayed is None else packed(replayed, kept, name="log-probs of the trainer under replay")
     diagnosis = diagnose(
@@ -106,7 +134,7 @@ def compare(
             engine_logprobs_R=packed(engine, kept, name="log-probs of the engine"),
             response_lengths_S=None if kept is None or kept.ndim < 2 else as_mask(kept, name="mask").sum(axis=1),
             native=TrainerPass(executed, own_R),
-            replayed=TrainerPass(None, replayed_R),
+            replayed=TrainerPass(None, replayed_R, would, deficits_NL),
         )
     )
     # the diagnosis compares everything at once; errors need each sequence by itself
@@ -127,6 +155,9 @@ def compare(
         alike = () if measures.reordered else range(len(routed))
         parts = [routing_mismatch(routed.select([s]), executed.select([s])) for s in alike]
         figures.add("", OF_ROUTES, measures.routes, parts)
+        if measures.roots is not None and measures.roots.rows and would is not None:
+            each = [root_mismatch(routed.select([s]), would.select([s]), executed.select([s])) for s in alike]
+            figures.add("", OF_ROOTS, measures.roots, each)
     return Comparison(metrics=figures.values, errors=figures.errors, diagnosis=diagnosis)
 
 
