@@ -19,11 +19,14 @@ from tests.conformance.peers.scores import scores_of
 PEERS = {
     "core": ("foreroute.core",),
     "megatron": ("Megatron-Core {megatron-core}", "megatron-core"),
+    "automodel": ("NeMo Automodel {nemo-automodel}", "nemo-automodel"),
     "veomni": ("VeOmni {veomni} under verl {verl}", "veomni", "verl"),
     "twinkle": ("twinkle {twinkle-kit}", "twinkle-kit"),
     "twinkle:deepseek_v3": ("twinkle {twinkle-kit}, sigmoid gates", "twinkle-kit"),
 }
 """Name on the command line: title, and the distributions whose versions stand in it."""
+FOLDERS = {"automodel": "with-nemo-automodel", "veomni": "with-veomni"}
+"""What stands before an environment's own packages, in its folder."""
 MARKS = {"passed": "●", "failed": "○", "not applicable": "-", "blocked": "·"}
 PAGE = Path(__file__).with_name("README.md")
 ROOT = PAGE.parents[3]
@@ -75,8 +78,7 @@ def short_table(text):
 
 def scores_apart(peer):
     """Of `scores`, in a process with the packages of the peer in front."""
-    own = ["with-veomni", "with-scores"] if peer == "veomni" else ["with-scores"]
-    folders = [ROOT, ROOT / "src", *(Path(sys.prefix, name) for name in own)]
+    folders = [ROOT, ROOT / "src", Path(sys.prefix, FOLDERS.get(peer, "with-scores")), Path(sys.prefix, "with-scores")]
     paths = [*map(str, folders), *filter(None, [os.environ.get("PYTHONPATH")])]
     command = [sys.executable, "-m", __spec__.parent, "--only", peer]
     done = subprocess.run(
