@@ -17,7 +17,7 @@ from foreroute.plan.capabilities import EXECUTES, Ability, warn_of_lacks
 from foreroute.planner import plan
 from foreroute.simulate import parse_config, simulate
 from foreroute.simulate.balancers import BalancerInput
-from foreroute.simulate.methods import METHODS, PRESETS, Planner, serve
+from foreroute.simulate.methods import METHODS, PRESETS, HomesAlone, Planner, serve
 from foreroute.trace import RoutingTrace
 from tests.adapters.hf.families import skip_where_nothing_is_spread
 from tests.simulate.simulate_cases import small_config
@@ -25,6 +25,7 @@ from tests.train.small_runs import SIZES
 
 RANKS, MICRO_STEPS = 4, 2
 ROWS = ("static", *PRESETS)
+HOMES_ALONE = ("ours_homes", "ours_homes_previous")
 COSTS = CostModel(
     # all but rows costs next to nothing, so that no transfer is left out, and plans of few tokens pay
     model=replace(MODELS["qwen3-30b-a3b"], num_experts=16, top_k=2),
@@ -50,6 +51,8 @@ def planned(counts_MLGE, name, home_LE):
     method = METHODS[name].method
     is_plan = isinstance(method, Planner)
     topology = Topology(RANKS, RANKS, (is_plan and method.redundant_slots) or 2, COSTS.hardware.links)
+    if isinstance(method, HomesAlone):
+        return method(method.prepared(problem_of(counts_MLGE, topology, home_LE)))[1]
     options = method.options if is_plan else PlanOptions(replicas=False)
     return plan(counts_MLGE, topology, options, home_LE=home_LE, costs=COSTS)
 
@@ -94,8 +97,9 @@ def execute(rank):
 def test_rows_that_are_called_executed_are_executed_as_simulated(executed, name):
     counts_MLGE, home_LE, found = executed[0]
     step_plan, _, loss = found[name]
-    assert (len(step_plan.hosts.expert_R) > 0) == (name != "static")
-    assert (step_plan.home_LE != home_LE).any() == (name == "ours_rehomed")
+    assert (len(step_plan.hosts.expert_R) > 0) == (name != "static" and name not in HOMES_ALONE)
+    assert (step_plan.home_LE != step_plan.previous_home_LE).any() == (name in ("ours_rehomed", "ours_homes"))
+    assert (step_plan.home_LE != home_LE).any() == (name == "ours_rehomed" or name in HOMES_ALONE)
     simulated = serve(METHODS[name], problem_of(counts_MLGE, step_plan.topology, home_LE), COSTS)
     simulated_MLG = simulated.loads(step_plan.topology).served_SMLG[1]
     assert np.array_equal(np.stack([of_rank[name][1] for _, _, of_rank in executed], axis=-1), simulated_MLG)

@@ -53,7 +53,7 @@ def everything():
 
 def test_no_method_beats_the_bound_and_parts_add_up(everything):
     _, found = everything
-    assert len(found.methods) == 9
+    assert len(found.methods) == 11
     assert 0 < found.bound_s < found.forced_balance_s
     for record in found.methods:
         assert 0 < record.share_of_bound <= 1

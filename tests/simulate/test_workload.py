@@ -5,6 +5,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
+from foreroute.errors import ConfigError
 from foreroute.simulate.workload import WORKLOADS, Workload
 from tests.tiers import grid
 
@@ -72,8 +73,15 @@ def test_every_assignment_of_every_token_is_counted_once():
 def test_tokens_of_every_sequence_can_pick_each_expert_once(top_k):
     step = replace(SMALL, top_k=top_k).draw(seed=2)
     for (m, layer), counts_GE in zip(np.ndindex(3, 2), step.counts().reshape(-1, 4, 16), strict=True):
-        here_S = step.micro_step_S == m
-        counts_SE = step.sequence_counts()[here_S, layer]
+        # a micro-step drawn alone is the same as in its step
+        here_S, counts_SE = step.micro_step_S == m, step.sequence_counts(m, m + 1)[:, layer]
         assert (counts_SE <= step.rows_S[here_S, None]).all()
         assert (counts_SE.sum(axis=1) == top_k * step.rows_S[here_S]).all()
         assert np.array_equal([counts_SE[step.rank_S[here_S] == g].sum(axis=0) for g in range(4)], counts_GE)
+        assert np.array_equal(step.sequence_counts()[here_S, layer], counts_SE)
+
+
+@pytest.mark.parametrize("wrong", [{"top_k": 17}, {"top_k": 0}, {"prompt_draws": 0}, {"common": 1.0}], ids=str)
+def test_what_would_be_drawn_for_ever_is_refused(wrong):
+    with pytest.raises(ConfigError, match="cannot be drawn"):
+        replace(SMALL, **wrong)

@@ -57,8 +57,8 @@ NOTES = (
     "empty links, which no real plan attains.",
 )
 WAY_NOTES = (
-    "Bold is the first way that takes hardly longer than the fastest, once homes have moved: what comes below it does "
-    "little more. Seconds are of the cost model, planning aside.",
+    "Bold is the first way that takes hardly longer in this step than the fastest, home moves too: what comes below it "
+    "does little more. Seconds are of the cost model, planning aside.",
     "Sequences are exchanged between micro-steps, so that experts at their homes are level. Homes move once, before "
     "the step, with optimizer state. Neither takes a replica. Loads are on average over all cells, bytes of a rank.",
     "Any framework takes packed sequences.",
@@ -198,7 +198,7 @@ def _instead(found: PlanComparison, ways: Sequence[Way]) -> str:
     # ways are compared as if both passes ran by them
     if not ways or found.passes_by_plan != list(PASS_NAMES) or not found.pays:
         return ""
-    less, plan = simplest(ways, once_s=found.once_s), ways[-1]
+    less, plan = simplest(ways, next_steps=True, once_s=found.once_s), ways[-1]
     packed = "sequences packed by routes"
     if less.name == "packing":
         what = f"{packed.capitalize()} do"

@@ -9,10 +9,15 @@ import numpy as np
 from numpy.typing import NDArray
 
 from foreroute.costs.model import CostModel
+from foreroute.errors import CountsError
 from foreroute.plan.hosts import CellPlan
 from foreroute.plan.options import SlotSharing
 from foreroute.plan.step_plan import StepPlan
 from foreroute.plan.topology import Topology
+from foreroute.planner.packed_homes import PackedSequences
+
+Sequences = Callable[[], PackedSequences]
+"""Counts the assignments of every sequence of a step, which take more memory than those of ranks."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -27,6 +32,8 @@ class BalancerInput:
         costs: the cost model, for methods that weigh seconds.
         squares_MG: int64 [M, G], sums of squared lengths of sequences, or None where lengths are not known. The cost of
             attention grows with them.
+        sequences: those that the counts are of, or None where nothing is known of them.
+        previous_sequences: those of the step before.
     """
 
     counts_MLGE: NDArray[np.integer]
@@ -35,6 +42,8 @@ class BalancerInput:
     previous_LE: NDArray[np.int64] | None = None
     costs: CostModel | None = None
     squares_MG: NDArray[np.int64] | None = None
+    sequences: Sequences | None = None
+    previous_sequences: Sequences | None = None
 
     @property
     def num_experts(self) -> int:
@@ -57,11 +66,17 @@ class BalancerInput:
         loads_LE: NDArray[np.int64] = self.counts_MLGE.sum(axis=(0, 2), dtype=np.int64)
         return loads_LE
 
+    def previous_loads_LE(self) -> NDArray[np.int64]:
+        """int64 [L, E]. Raises `CountsError` when nothing is known of the step before."""
+        if self.previous_LE is None:
+            raise CountsError("this balancer plans from the step before; give its counts, or leave the balancer out")
+        return self.previous_LE
 
-Method = Callable[[BalancerInput], Iterator[CellPlan] | StepPlan]
+
+Method = Callable[[BalancerInput], Iterator[CellPlan] | StepPlan | tuple[BalancerInput, StepPlan]]
 """Makes a plan, or the cells of a step in the order of execution. The homes of a layer are those of its first cell, the
 same in all; slots are not numbered. A home among the replicas is a rank that gave up its own expert and fetches it
-back."""
+back. A method that packs sequences anew gives the step as it packed it beside its plan."""
 
 
 @dataclass(frozen=True)

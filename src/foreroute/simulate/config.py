@@ -28,7 +28,7 @@ from foreroute.costs.cluster_file import Cluster, parse_cluster
 from foreroute.errors import ConfigError
 from foreroute.files.config_file import MOST_SECONDS, MOST_TOKENS, Count, Ranks, Section, Slots, checked
 from foreroute.files.toml import read_toml
-from foreroute.simulate.methods import METHODS
+from foreroute.simulate.methods import DEFAULT_METHODS, METHODS
 from foreroute.simulate.steps import require_drawable
 from foreroute.simulate.workload import WORKLOADS
 
@@ -167,7 +167,7 @@ class SimulateConfig(Section):
 
     cluster: ClusterConfig
     workload: WorkloadConfig = WorkloadConfig()
-    methods: tuple[str, ...] = tuple(METHODS)
+    methods: tuple[str, ...] = DEFAULT_METHODS
     """In this order; `static` is always among them."""
     execution: ExecutionConfig = ExecutionConfig()
     hardware: dict[str, Any] = Field(default_factory=lambda: {"preset": "h100"})

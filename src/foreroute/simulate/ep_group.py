@@ -32,7 +32,8 @@ class EPGroup:
     def of(cls, served: ServedStep, step: BalancerInput, costs: CostModel, *, overlap: float) -> EPGroup:
         """Price a served step, which may have other counts of the same tokens, by the links of `costs`."""
         topology = replace(step.topology, links=costs.hardware.links)
-        counted = replace(step, counts_MLGE=served.counts_MLGE)
+        squares_MG = step.squares_MG if served.squares_MG is None else served.squares_MG
+        counted = replace(step, counts_MLGE=served.counts_MLGE, squares_MG=squares_MG)
         # layers that were drawn stand in turn for those of the model
         layers = np.arange(costs.model.num_layers) % step.counts_MLGE.shape[1]
         # most methods serve both passes alike

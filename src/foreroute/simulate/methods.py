@@ -18,9 +18,11 @@ from foreroute.plan.hosts import CellPlan, Hosts
 from foreroute.plan.options import PASS_NAMES, PlanOptions, SlotSharing
 from foreroute.plan.step_plan import StepPlan
 from foreroute.plan.topology import Topology
+from foreroute.planner.homes import place_homes
 from foreroute.planner.plan_step import plan
 from foreroute.simulate.balancers import Balancer, BalancerInput, static
 from foreroute.simulate.eplb import eplb_micro_step, eplb_previous, eplb_step
+from foreroute.simulate.steps import squares
 
 if TYPE_CHECKING:
     from foreroute.simulate.config import SimulateConfig
@@ -44,6 +46,48 @@ class Planner:
         return plan(problem.counts_MLGE, topology, self.options, home_LE=problem.home_LE, costs=problem.costs)
 
 
+@dataclass(frozen=True)
+class HomesAlone:
+    """No replica: experts move once, before the step, and sequences are packed for their homes.
+
+    With `old` experts are where the step before would have had them, and nothing moves.
+    """
+
+    old: bool = False
+
+    def prepared(self, problem: BalancerInput) -> BalancerInput:
+        """Give what is there before planning begins: sequences, counted once, and old homes."""
+        sequences, previous, topology = problem.sequences, problem.previous_sequences, problem.topology
+        if sequences is not None:
+            counted = sequences()
+            problem = replace(problem, sequences=lambda: counted)
+        if not self.old:
+            return problem
+        if previous is not None:
+            return replace(problem, home_LE=previous().with_homes(topology, problem.home_LE)[1])
+        loads_LE = problem.previous_loads_LE()
+        counts_MLGE = np.zeros((1, len(loads_LE), topology.num_ranks, problem.num_experts), np.int64)
+        # shares are all that matters, and a cell holds fewer assignments than a step may
+        counts_MLGE[0, :, 0] = loads_LE >> max(0, int(loads_LE.sum(axis=1).max()).bit_length() - 31)
+        return replace(problem, home_LE=place_homes(counts_MLGE, topology, problem.home_LE))
+
+    def __call__(self, problem: BalancerInput) -> tuple[BalancerInput, StepPlan]:
+        """Give the step as it is packed, and its plan. Without sequences it stays as it is packed."""
+        topology, home_LE, packed = problem.topology, problem.home_LE, None
+        if problem.sequences is None:
+            home_LE = home_LE if self.old else place_homes(problem.counts_MLGE, topology, home_LE)
+        elif self.old:
+            packed = problem.sequences().packed_for(home_LE)
+        else:
+            packed, home_LE = problem.sequences().with_homes(topology, home_LE)
+        if packed is not None:
+            shape = packed.packing.num_micro_steps, topology.num_ranks
+            squares_MG = squares(packed.packing, packed.lengths_S, shape)
+            problem = replace(problem, counts_MLGE=packed.counts_MLGE(), squares_MG=squares_MG)
+        found = plan(problem.counts_MLGE, topology, PlanOptions(replicas=False), home_LE=home_LE)
+        return problem, replace(found, previous_home_LE=problem.home_LE.astype(np.int16))
+
+
 BALANCERS = {
     "static": Balancer("static", "nothing", static),
     "eplb_previous": Balancer("EPLB, previous step", "previous step", eplb_previous),
@@ -63,10 +107,15 @@ PRESETS = {
     "ours_exact": _preset("foreroute, exact", tolerance=0.0),
     "ours_rehomed": _preset("foreroute, 16 home moves a layer", tolerance=0.02, home_moves=16),
     "ours_traffic": _preset("foreroute, 8 slots against traffic", 8, tolerance=0.02, traffic=True),
+    "ours_homes": Balancer("foreroute, homes alone", "micro-step", HomesAlone()),
+    "ours_homes_previous": Balancer("foreroute, old homes alone", "previous step", HomesAlone(old=True)),
 }
 """By short name."""
+
 METHODS = {**BALANCERS, **PRESETS}
 """By short name, in the order of tables."""
+DEFAULT_METHODS = tuple(name for name, method in METHODS.items() if not isinstance(method.method, HomesAlone))
+"""All but those that search for a packing, which takes longer than all others."""
 
 
 class Loads(NamedTuple):
@@ -94,6 +143,7 @@ class ServedStep:
     # executors then run with every expert at its home.
     passes: tuple[Hosts, Hosts]
     planning_s: float = 0.0  # processor seconds of planning; so other work on this machine does not count
+    squares_MG: NDArray[np.int64] | None = None  # of sequences, as in `BalancerInput`, where they were packed anew
 
     @classmethod
     def of(cls, plan: StepPlan, counts_MLGE: NDArray[np.integer], planning_s: float = 0.0) -> ServedStep:
@@ -125,13 +175,18 @@ def over(values: NDArray[np.number], mean: NDArray[np.number]) -> NDArray[np.flo
 
 
 def serve(method: Balancer, problem: BalancerInput, costs: CostModel, *, most_timings: int = 1) -> ServedStep:
-    """Serve a step by one method, planned up to `most_timings` times where that is quick; the shortest counts."""
+    """Serve a step by one method, planned up to `most_timings` times where that is quick; the shortest counts.
+
+    Raises `CountsError` when a balancer plans from the step before, and the problem knows nothing of it.
+    """
     problem = replace(problem, costs=costs)
     counts_MLGE, home_LE = problem.counts_MLGE, problem.home_LE
     previous = None if problem.previous_LE is None else problem.previous_LE[:1]
     # what a balancer of others compiles on its first call is no part of planning; one cell compiles all of it
     small = replace(problem, counts_MLGE=counts_MLGE[:1, :1], home_LE=home_LE[:1], previous_LE=previous)
-    _planned(method, small)
+    _planned(method, replace(small, sequences=None, previous_sequences=None))
+    if isinstance(method.method, HomesAlone):
+        problem = method.method.prepared(problem)
     seconds: list[float] = []
     while len(seconds) < most_timings and sum(seconds) < REPEATED_S:
         before_s = time.process_time()
@@ -139,16 +194,19 @@ def serve(method: Balancer, problem: BalancerInput, costs: CostModel, *, most_ti
         seconds.append(time.process_time() - before_s)
     if isinstance(found, StepPlan):
         return ServedStep.of(found, counts_MLGE, min(seconds))
+    if isinstance(found, tuple):
+        packed, made = found
+        return replace(ServedStep.of(made, packed.counts_MLGE, min(seconds)), squares_MG=packed.squares_MG)
     # homes are those of the first micro-step, the same in all
     homes = np.stack([cell.home_E for cell in found[: len(home_LE)]])
     hosts = Hosts.of_cells(homes, found)
     return ServedStep(counts_MLGE, home_LE.astype(np.int16), method.slots, (hosts, hosts), min(seconds))
 
 
-def _planned(method: Balancer, problem: BalancerInput) -> StepPlan | list[CellPlan]:
+def _planned(method: Balancer, problem: BalancerInput) -> StepPlan | tuple[BalancerInput, StepPlan] | list[CellPlan]:
     """Run a method to its end."""
     found = method.method(problem)
-    return found if isinstance(found, StepPlan) else list(found)
+    return found if isinstance(found, StepPlan | tuple) else list(found)
 
 
 def all_at_home(problem: BalancerInput) -> ServedStep:
@@ -177,6 +235,7 @@ def not_executed(method: Balancer, config: SimulateConfig) -> tuple[str, ...]:
         Ability.OVERLAP: execution.overlap > 0,
         Ability.DEDUPLICATED_DISPATCH: described.costs.dispatcher == "dedup",
         # executors read plans, and the others yield cells alone; static needs none
-        Ability.OTHER_BALANCERS: not isinstance(method.method, Planner) and method is not METHODS["static"],
+        Ability.OTHER_BALANCERS: not isinstance(method.method, Planner | HomesAlone)
+        and method is not METHODS["static"],
     }
     return lacking({ability for ability, is_asked in asked.items() if is_asked})

@@ -15,6 +15,7 @@ from foreroute.simulate.config import SimulateConfig
 from foreroute.simulate.engine import PARTS, GroupRun
 from foreroute.simulate.ep_group import EPGroup
 from foreroute.simulate.methods import (
+    DEFAULT_METHODS,
     METHODS,
     Loads,
     ServedStep,
@@ -103,7 +104,7 @@ def _methods(config: SimulateConfig, balancers: dict[str, Balancer], *, has_prev
     if has_previous:
         return methods
     known = {name: how for name, how in methods.items() if how.knows != "previous step"}
-    is_default = config.methods == tuple(METHODS)
+    is_default = config.methods == DEFAULT_METHODS
     if asked := [name for name in methods if name not in known and (name in balancers or not is_default)]:
         raise ConfigError(
             f"{', '.join(asked)} needs the loads of the step before, which workload.counts does not have; give "
@@ -129,7 +130,9 @@ class _ServedGroup(NamedTuple):
         execution, topology, costs = config.execution, group.topology, group.costs
         # Layers that were drawn stand for all, and planning takes as long for one as for another.
         scale = costs.model.num_layers / served.counts_MLGE.shape[1]
-        planning_s = served.planning_s * scale if execution.planning_s is None else execution.planning_s
+        # but a search for a packing, which looks at as many numbers however many layers there are
+        planned_s = served.planning_s * (scale if served.squares_MG is None else 1.0)
+        planning_s = planned_s if execution.planning_s is None else execution.planning_s
         return cls(
             runs=group.run(ready_s=max(planning_s - execution.plan_lead_s, 0.0)),
             planning_s=planning_s,

@@ -5,6 +5,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -55,6 +56,8 @@ def group_steps(config: SimulateConfig, topology: Topology, costs: CostModel) ->
             home_LE,
             previous_LE,
             squares_MG=squares_MG[slice(*part)],
+            sequences=partial(_drawn_sequences, step, *part, costs),
+            previous_sequences=partial(_drawn_sequences, before, *part, costs),
         )
 
 
@@ -169,13 +172,31 @@ def packed_sequences(
     )
 
 
+def _drawn_sequences(step: DrawnStep, begin: int, end: int, costs: CostModel) -> PackedSequences:
+    """Draw the sequences of some micro-steps; no rank gets more tokens than one has there."""
+    first, last = np.searchsorted(step.micro_step_S, (begin, end))
+    lengths_S = step.rows_S[first:last].astype(np.int64)
+    packing = Packing(
+        step.micro_step_S[first:last] - begin, step.rank_S[first:last], end - begin, step.workload.num_ranks
+    )
+    held_MG = np.zeros((packing.num_micro_steps, packing.num_ranks), np.int64)
+    np.add.at(held_MG, (packing.micro_step_S, packing.rank_S), lengths_S)
+    return PackedSequences(
+        packing=packing,
+        lengths_S=lengths_S,
+        counts_SLE=step.sequence_counts(begin, end),
+        token_budget=int(held_MG.max()),
+        square_cost=costs.square_cost,
+    )
+
+
 def _lengths(traces: Sequence[RoutingTrace]) -> NDArray[np.int64]:
     return np.concatenate([trace.lengths for trace in traces]).astype(np.int64)
 
 
 def _read(config: SimulateConfig, topology: Topology, costs: CostModel) -> BalancerInput:
     given, model, ranks = config.workload, costs.model, topology.num_ranks
-    squares_MG, top_k = None, model.top_k
+    squares_MG, top_k, sequences = None, model.top_k, None
     if given.counts is not None:
         source, counts = given.counts, load_counts(Path(given.counts))
     else:
@@ -184,6 +205,7 @@ def _read(config: SimulateConfig, topology: Topology, costs: CostModel) -> Balan
         packing = packed(traces, budget, ranks, costs)
         counts = packed_counts(traces, packing)
         squares_MG = squares(packing, _lengths(traces), (packing.num_micro_steps, ranks))
+        sequences = partial(packed_sequences, traces, packing, budget, costs)
     counts = check_counts(counts, num_ranks=ranks, top_k=top_k)
     layers, experts = counts.shape[1], counts.shape[3]
     if (experts, top_k) != (model.num_experts, model.top_k) or layers > model.num_layers:
@@ -202,7 +224,7 @@ def _read(config: SimulateConfig, topology: Topology, costs: CostModel) -> Balan
             )
         previous_LE = before.sum(axis=(0, 2), dtype=np.int64)
     home_LE = np.tile(topology.contiguous_home_E(experts), (layers, 1))
-    return BalancerInput(counts, topology, home_LE, previous_LE, squares_MG=squares_MG)
+    return BalancerInput(counts, topology, home_LE, previous_LE, squares_MG=squares_MG, sequences=sequences)
 
 
 def squares(step: Packing | DrawnStep, lengths_S: NDArray[np.integer], shape: tuple[int, int]) -> NDArray[np.int64]:

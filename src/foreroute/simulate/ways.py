@@ -88,10 +88,10 @@ def ways_to_level(
     yield way("plan", found.hosts, counts_MLGE)
 
 
-def simplest(ways: Sequence[Way], *, once_s: float = 0.0) -> Way:
-    """The first way that takes hardly longer than the fastest, in next steps that route as this one: no home moves.
+def simplest(ways: Sequence[Way], *, next_steps: bool = False, once_s: float = 0.0) -> Way:
+    """The first way that takes hardly longer than the fastest: what comes later does more for it.
 
-    What comes later does more for it; `once_s` are seconds that the plan takes in each step besides.
+    In `next_steps` that route as this one no home moves; `once_s` are seconds that the plan takes in each step besides.
     """
-    seconds = [way.passes_s + once_s * (way.name == "plan") for way in ways]
+    seconds = [way.passes_s + once_s * (way.name == "plan") + (0 if next_steps else way.moves_s) for way in ways]
     return next(way for way, each in zip(ways, seconds, strict=True) if (1 - LEAST_GAIN) * each <= min(seconds))

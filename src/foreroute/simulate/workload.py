@@ -64,7 +64,12 @@ class Workload:
                 f"{heaviest} assignments in a cell; expected {MOST_ASSIGNMENTS} at most. Take fewer tokens or ranks"
             )
         # whole tokens of more picks than there are experts are drawn for ever
-        assert 1 <= self.top_k <= self.num_experts, "the model's sizes are checked"
+        draws = self.prompt_draws, self.response_draws
+        if not 1 <= self.top_k <= self.num_experts or min(draws) < 1 or not 0 < self.common < 1:
+            raise ConfigError(
+                f"top-{self.top_k} of {self.num_experts} experts, draws of {draws} and a common part of {self.common} "
+                "cannot be drawn; expected 1 to all experts, 1 draw or more, and a part above 0 and below 1"
+            )
 
     def of_tokens(self, tokens: int) -> Workload:
         """The same with about this many tokens of a rank, 512 or more, to 5 %: four or five sequences, dealt evenly."""
@@ -165,15 +170,21 @@ class DrawnStep:
         draw_cells(self._seed_ML, self._share_MLE, self._first_M, self.prompt_S, self.rows_S, self.rank_S, load, counts)
         return counts
 
-    def sequence_counts(self) -> NDArray[np.int32]:
-        """Draw the same by sequence: int32 [S, L, E], as `foreroute.plan.sequence_counts` gives them of traces."""
-        load = self.workload
+    def sequence_counts(self, begin: int = 0, end: int | None = None) -> NDArray[np.int32]:
+        """Draw the same by sequence: int32 [S, L, E], as `foreroute.plan.sequence_counts` gives them of traces.
+
+        Those of the micro-steps `begin` to `end` - 1 alone, by default of all.
+        """
+        load, part, first_M = self.workload, slice(begin, end), self._first_M[begin:][: end and end - begin + 1]
         # a cell adds by rank: here each of its sequences has one of its own
         number_S = (np.arange(len(self.rows_S)) - self._first_M[self.micro_step_S]).astype(np.int32)
-        shape = (load.num_micro_steps, load.num_layers, int(np.diff(self._first_M).max()), load.num_experts)
+        shape = (len(first_M) - 1, load.num_layers, int(np.diff(first_M).max()), load.num_experts)
         counts = np.zeros(shape, np.int32)
-        draw_cells(self._seed_ML, self._share_MLE, self._first_M, self.prompt_S, self.rows_S, number_S, load, counts)
-        counts_SLE: NDArray[np.int32] = counts[self.micro_step_S, :, number_S]
+        draw_cells(
+            self._seed_ML[part], self._share_MLE[part], first_M, self.prompt_S, self.rows_S, number_S, load, counts
+        )
+        drawn = slice(first_M[0], first_M[-1])
+        counts_SLE: NDArray[np.int32] = counts[self.micro_step_S[drawn] - begin, :, number_S[drawn]]
         return counts_SLE
 
 
