@@ -8,9 +8,11 @@ import pytest
 from benchmarks.balancers import OTHER_BALANCERS
 from foreroute.costs.model import CostModel
 from foreroute.costs.presets import hardware_preset, model_preset
+from foreroute.errors import CountsError
 from foreroute.plan import Topology
 from foreroute.simulate import methods
 from foreroute.simulate.balancers import BalancerInput
+from foreroute.simulate.compare import compare
 from foreroute.simulate.eplb import eplb_placement
 from tests.plan.random_plans import LINKS
 
@@ -132,3 +134,12 @@ def test_places_are_those_of_the_published_example(place):
         for here_P in (expert_P[:8], expert_P[8:]):
             experts = np.unique(here_P)
             assert experts[place(loads_E[experts], 8, 4)].tolist() == here_P
+
+
+def test_a_step_that_balancers_cannot_plan_is_refused():
+    given = problem(0)
+    with pytest.raises(CountsError, match="plans from the step before"):
+        methods.serve(BALANCERS["eplb_previous"], replace(given, previous_LE=None), COSTS)
+    for wrong in ({"home_LE": given.home_LE[:1]}, {"previous_LE": given.previous_LE[:, :-1]}):
+        with pytest.raises(CountsError, match=r"expected \[M, L, G, E\]"):
+            list(compare(replace(given, **wrong), COSTS, BALANCERS))

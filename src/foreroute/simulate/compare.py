@@ -30,10 +30,9 @@ def compare(
 ) -> Iterator[PricedMethod]:
     """Yield the record of each balancer. Those that plan from the step before are skipped when it is not known.
 
-    Raises `CountsError` or `TopologyError` for counts that are none, or of other ranks.
+    Raises `CountsError` or `TopologyError` when counts, homes and ranks do not fit each other.
     """
-    counts_MLGE = check_counts(problem.counts_MLGE, num_ranks=problem.topology.num_ranks)
-    problem = replace(problem, counts_MLGE=counts_MLGE)
+    problem = _checked(problem)
     for name, balancer in balancers.items():
         if balancer.knows != "previous step" or problem.previous_LE is not None:
             served = serve(balancer, problem, costs)
@@ -75,6 +74,19 @@ def record_of(served: ServedStep, topology: Topology, costs: CostModel, *, name:
         # layers are those of the step, whatever the model has
         moves_s=move_seconds(served.before_LE, served.home_LE, 1.0, topology, costs),
     )
+
+
+def _checked(problem: BalancerInput) -> BalancerInput:
+    """Refuse counts and homes that do not fit."""
+    ranks, shape = problem.topology.num_ranks, problem.home_LE.shape
+    counts_MLGE = check_counts(problem.counts_MLGE, num_ranks=ranks)
+    known = shape if problem.previous_LE is None else problem.previous_LE.shape
+    if shape != counts_MLGE.shape[1::2] or known != shape:
+        raise CountsError(
+            f"counts are {list(counts_MLGE.shape)}, homes {list(shape)} and those of the step before {list(known)}; "
+            "expected [M, L, G, E], [L, E] and [L, E]"
+        )
+    return replace(problem, counts_MLGE=counts_MLGE)
 
 
 @dataclass(frozen=True, eq=False)

@@ -27,8 +27,7 @@ Hosts = tuple[NDArray[np.int32], NDArray[np.int32], NDArray[np.int32]]
 
 def eplb_previous(problem: BalancerInput) -> Iterator[CellPlan]:
     """Placed once by the loads of the step before."""
-    assert problem.previous_LE is not None, "whoever runs it has looked at what it knows"
-    return _fixed(problem, problem.previous_LE)
+    return _fixed(problem, problem.previous_loads_LE())
 
 
 def eplb_step(problem: BalancerInput) -> Iterator[CellPlan]:
