@@ -6,7 +6,8 @@ import numpy as np
 import pytest
 
 import foreroute as fr
-from foreroute.doctor import Severity
+from foreroute.doctor import Evidence, Severity, diagnose
+from foreroute.doctor.evidence import TrainerPass
 from foreroute.errors import InputError
 from foreroute.mismatch import routing_mismatch, token_mismatch
 from tests.mismatch import planted_defects as planted
@@ -132,6 +133,41 @@ def test_log_probs_of_the_neighbouring_token_are_named(tokens):
     for fine in (engine, moved(engine, 7)):  # which is no shift that is looked for
         straight = fr.compare(trainer, fine, mask, replayed_logprobs=trainer).diagnosis
         assert "shifted" not in straight.headline
+
+
+@pytest.mark.parametrize("packed", [True, False])
+def test_log_probs_of_other_sequences_are_named(packed):
+    """Rows of a batch in another order, under the trainer's mask; or sequences that are packed in another order."""
+    for seed in range(20):
+        rng = np.random.default_rng(seed)
+        lengths = rng.integers(12, 30, rng.integers(2, 40))
+        mask = np.arange(30) < lengths[:, None]
+        trainer, engine, _ = (np.nan_to_num(each, nan=-1.0) for each in logprobs(seed, shape=mask.shape))
+        order = np.roll(np.arange(len(mask)), 1) if seed == 0 else rng.permutation(len(mask))
+        if packed:
+            theirs = np.concatenate([engine[s, : lengths[s]] for s in order])
+            given = {"engine_logprobs_R": theirs, "response_lengths_S": lengths}
+            found = diagnose(Evidence(**given, native=TrainerPass(None, trainer[mask])))
+        else:
+            found = fr.compare(trainer, engine[order], mask).diagnosis
+        if (order == np.arange(len(order))).all():
+            assert found.measures.order is None
+        else:
+            assert found.measures.order[0] == order.tolist()
+            assert found.headline.startswith("Fix this first: The engine's log-probs are those of other sequences, of ")
+
+
+def test_log_probs_that_are_apart_are_not_called_those_of_other_sequences():
+    """Of engines with nothing in common, of tokens in another order, and of noise."""
+    for seed in range(30):
+        rng = np.random.default_rng(seed)
+        lengths = rng.integers(4, 24, rng.integers(2, 60))
+        own = -rng.exponential(1.0, lengths.sum()) * (rng.random(lengths.sum()) < rng.choice([0.3, 1]))
+        unlike = (-rng.exponential(1.0, len(own)), rng.permutation(own), own - rng.exponential(0.5, len(own)))
+        evidence = Evidence(
+            engine_logprobs_R=unlike[seed % 3], response_lengths_S=lengths, native=TrainerPass(None, own)
+        )
+        assert diagnose(evidence).measures.order is None
 
 
 def test_traces_have_the_figures_of_their_arrays_and_may_come_in_another_order():

@@ -28,6 +28,7 @@ from foreroute.mismatch import (
     token_mismatch,
 )
 from foreroute.mismatch.decisions import StreamDifference, stream_difference
+from foreroute.mismatch.mixups import MAX_PERMUTED
 from foreroute.trace import INDEXER, RoutedLayer, RoutingTrace
 
 NAMES = ("the trainer's own trace", "the engine's trace")
@@ -35,6 +36,10 @@ EXPLAINS = 4.0
 """Factor by which another reading of log-probs must be nearer to be believed. Chosen by hand, as what follows."""
 FEWEST = 16
 """Tokens that it takes to believe a shift."""
+SHORTEST = 8
+"""Mean length of sequences whose order is looked for."""
+APART = 0.05
+"""Mean |log r|, in nats, up to which log-probs are not those of other sequences."""
 DENIED, SHARE_DENIED = 4, 0.05
 """Log-probs of exactly 0 that the other side denies, by a probability below one half: how many it takes in a stretch of
 zeros, and which part of it. Float32 rounds many of a peaked policy to 0, and the other side has nearly 0 there too.
@@ -140,8 +145,11 @@ class Measures:
     # by how much replay raises a token's part of k3: the mean over tokens and the standard error of that
     rise: tuple[float, float] | None = None
     # where the engine's log-probs fit those of the trainer's neighbouring token: by how many tokens they are moved, 1
-    # or -1, and the median |log r| with that undone and as they are, in nats. It is not looked for beside `zeros`.
+    # or -1, and the median |log r| with that undone and as they are, in nats
     shift: tuple[int, float, float] | None = None
+    # where they fit those of other sequences: the trainer's sequence in the place of each, and the mean |log r| with
+    # that undone and as they are, in nats. Neither this nor `shift` is looked for beside `zeros`.
+    order: tuple[list[int], float, float] | None = None
     # the one of `Evidence.rescored` that is nearest to the engine, and its mismatch
     rescored: tuple[Rescored, TokenMismatch] | None = None
     roots: RootMismatch | None = None  # decisions that the trainer would take otherwise on the engine's routes too
@@ -270,8 +278,10 @@ def _with_tokens(found: Measures, evidence: Evidence) -> Measures:
     if trainer_R is None:
         return found
     found = replace(found, ratio=_ratio(trainer_R, engine_R, zeros))
-    # zeros fit nowhere, and set the others apart
-    return found if zeros else replace(found, shift=_shift(trainer_R, engine_R))
+    if zeros:  # sequences of zeros fit nowhere, and set the others apart
+        return found
+    order = None if evidence.response_lengths_S is None else _order(trainer_R, engine_R, evidence.response_lengths_S)
+    return replace(found, shift=_shift(trainer_R, engine_R), order=order)
 
 
 def _zeros(
@@ -349,6 +359,32 @@ def _shift(trainer_R: NDArray[Any], engine_R: NDArray[Any]) -> tuple[int, float,
     }
     best = min(apart, key=lambda n: apart[n])
     return (best, apart[best], apart[0]) if apart[best] * EXPLAINS < apart[0] else None
+
+
+def _order(
+    trainer_R: NDArray[Any], engine_R: NDArray[Any], lengths_S: NDArray[np.integer]
+) -> tuple[list[int], float, float] | None:
+    """Look for log-probs of other sequences, where sequences are too long to fit each other by chance."""
+    own_S, engine_S = (np.split(np.asarray(each_R), np.cumsum(lengths_S)[:-1]) for each_R in (trainer_R, engine_R))
+    before = float(np.abs(engine_R - trainer_R).mean()) if len(engine_R) else 0.0
+    if not 1 < len(own_S) <= MAX_PERMUTED or len(engine_R) < SHORTEST * len(own_S) or before < APART:
+        return None
+    near = before / EXPLAINS
+    # rows of a padded batch in another order are cut by the trainer's lengths; packed sequences keep their own
+    for packed in (False, True):
+        order: list[int] = []
+        apart: list[NDArray[Any]] = []
+        for s, cut_R in enumerate(engine_S):
+            rest_R = engine_R[sum(map(len, apart)) :] if packed else cut_R
+            left = set(range(len(own_S))).difference(order)
+            fits = {t: np.abs(rest_R[: len(own_S[t])] - own_S[t][: len(rest_R)]) for t in left}
+            # the sequence that explains most, so that long ones count more than short ones; ties stay in place
+            order.append(max(left, key=lambda t: ((near - fits[t]).sum(), t == s)))
+            apart.append(fits[order[-1]])
+        after = float(np.concatenate(apart).mean())
+        if order != sorted(order) and after < near:
+            return order, after, before
+    return None
 
 
 def _nearest(rescored: tuple[Rescored, ...], engine_R: NDArray[Any]) -> tuple[Rescored, TokenMismatch] | None:

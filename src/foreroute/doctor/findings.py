@@ -14,7 +14,7 @@ from foreroute.doctor.evidence import Evidence, Finding, Measures, Severity, man
 from foreroute.doctor.roots import SURE, TOO_FEW, about_parts, about_roots
 from foreroute.errors import InputError
 from foreroute.mismatch import Defect, TokenMismatch
-from foreroute.mismatch.defects import version_words
+from foreroute.mismatch.defects import listed, version_words
 
 HELPS = 1.5
 """Ratio of k3 without to k3 with replay from which replay is said to help, and below whose inverse to harm."""
@@ -39,6 +39,7 @@ NOT_THESE_ROUTES = (
     "These are not the routes of these tokens under these weights, and not to be trained on; or the engine's log-probs "
     "are of another pass than its routes: a second forward of the engine takes routes of its own."
 )
+OTHER_SEQUENCES = "Carry log-probs with their tokens through every sort, shuffle and gather between engine and trainer."
 SAME_PASS = (
     "The trainer's log-probs with and without replay are the same in every bit: if routes differ, give those of a pass "
     "inside of routed.replay(trace)."
@@ -277,6 +278,15 @@ def _replay(evidence: Evidence, measures: Measures, is_broken: bool) -> Iterator
             f"{'-' if moved > 0 else '+'} 1. So, half of them are within {after:.2e} nats; as they are, {before:.2e}.",
             NEXT_TOKEN,
         )
+    elif measures.order is not None:
+        order, after, before = measures.order
+        yield Finding(
+            Severity.PROBLEM,
+            "probabilities",
+            f"The engine's log-probs are those of other sequences, of the trainer's {listed(order)} in this order. "
+            f"So, they are within {after:.2e} nats on average; as they are, {before:.2e}.",
+            OTHER_SEQUENCES,
+        )
     versions = "" if evidence.engine is None else version_words(evidence.engine)
     over = f"over {many(without.count, 'response token')}{versions and f' of {versions}'}"
     if replayed is None or gain is None:
@@ -316,7 +326,7 @@ def _replay(evidence: Evidence, measures: Measures, is_broken: bool) -> Iterator
             NOT_THESE_ROUTES,
         )
     # what has a name above is not called by a guess here
-    named = measures.shift is not None or bool(measures.zeros)
+    named = measures.shift is not None or measures.order is not None or bool(measures.zeros)
     if gain > 1 / HELPS and not named:
         yield from about_parts(measures, without, is_broken)
     if replayed.k3 > LARGE and gain > 1 / HELPS and not named:
