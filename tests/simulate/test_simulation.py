@@ -1,4 +1,4 @@
-"""Whole simulations: agreement with the planner's cost model, and what must hold of every method."""
+"""Whole simulations: closed forms, agreement with the planner's cost model, and what must hold of every method."""
 
 from dataclasses import replace
 
@@ -6,11 +6,12 @@ import numpy as np
 import pytest
 
 from benchmarks.balancers import OTHER_BALANCERS
+from foreroute.costs.model import BACKWARD, FORWARD
 from foreroute.costs.pricing import least_seconds, step_parts
 from foreroute.simulate import parse_config, simulate
 from foreroute.simulate.engine import PARTS
 from foreroute.simulate.ep_group import EPGroup
-from foreroute.simulate.methods import METHODS, forced_balance, serve
+from foreroute.simulate.methods import METHODS, all_at_home, forced_balance, serve
 from foreroute.simulate.optimizer_step import move_seconds, optimizer_seconds, reduction_seconds
 from foreroute.simulate.steps import group_steps
 from tests.simulate.simulate_cases import small_config
@@ -19,6 +20,52 @@ from tests.simulate.simulate_cases import small_config
 def first_step(config):
     cluster = config.described()
     return next(iter(group_steps(config, cluster.topology, cluster.costs))), cluster
+
+
+def group_of(config, counts):
+    """A group that serves these counts at home."""
+    step, cluster = first_step(config)
+    step = replace(step, counts_MLGE=counts, home_LE=step.home_LE[: counts.shape[1]], squares_MG=None)
+    return EPGroup.of(all_at_home(step), step, cluster.costs, overlap=0.0), cluster
+
+
+def by_hand(cluster, tokens, load, leg_s, one=FORWARD):
+    """A pass over a cell whose slowest rank has so many tokens, and as many assignments on each of its experts."""
+    attention_s = cluster.costs.attention_seconds(np.array(tokens), one=one)
+    experts_s = cluster.costs.expert_seconds(np.asarray(load), one).sum()
+    return float(attention_s + experts_s) + 2 * leg_s + cluster.costs.hardware.layer_s
+
+
+def step_by_hand(cluster, tokens, load, leg_s):
+    """Recompute and update of M equal micro-steps."""
+    layers = cluster.costs.model.num_layers
+    forward_s, backward_s = (by_hand(cluster, tokens, load, leg_s, one) for one in (FORWARD, BACKWARD))
+    head_s = float(cluster.costs.head_seconds(np.array(tokens)))
+    recompute_s = layers * forward_s + head_s
+    return recompute_s, layers * (2 * forward_s + backward_s) + 3 * head_s
+
+
+UNIFORM, ONE_HOT = np.full((2, 2, 4, 8), 128, np.int32), np.zeros((1, 2, 4, 8), np.int32)
+ONE_HOT[..., 3] = 1000
+
+
+@pytest.mark.parametrize(
+    ("ranks", "counts_MLGE", "assignments", "loads", "crossing"),
+    [
+        (1, UNIFORM[:, :, :1], 1024, [128] * 8, 0),
+        # a rank sends 3/4 of 1,024 rows over the one link that all share, and each of its experts gets 4 * 128
+        (4, UNIFORM, 1024, [512, 512], 768),
+        (4, ONE_HOT, 1000, [4000], 3000),
+    ],
+    ids=["one rank alone", "uniform", "one hot expert"],
+)
+def test_a_step_costs_what_its_slowest_rank_costs_by_hand(ranks, counts_MLGE, assignments, loads, crossing):
+    config = small_config(gpus=ranks, expert_parallel=ranks)
+    group, cluster = group_of(config, counts_MLGE)
+    leg_s = crossing * cluster.costs.model.row_bytes / cluster.topology.links.node_bytes_per_s + 20e-6
+    expected = step_by_hand(cluster, assignments / cluster.costs.model.top_k, loads, leg_s)
+    for run, seconds in zip(group.run(), expected, strict=True):
+        assert run.end_s == pytest.approx(len(counts_MLGE) * seconds)
 
 
 @pytest.mark.parametrize("method", ["static", "ours", "eplb_micro_step"])
