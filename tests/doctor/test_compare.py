@@ -98,7 +98,7 @@ def test_roots_of_a_replayed_pass_have_shares_and_the_one_that_is_no_near_tie_is
     position = np.flatnonzero(attended[b]).tolist().index(t)
     assert (far.sequence, far.position, far.layer, far.deficit) == (b, position, layer, 9)
     assert "No near-tie: " in str([each.sentence for each in found.diagnosis.findings])
-    with pytest.raises(InputError, match="deficits are given without replayed_routes"):
+    with pytest.raises(InputError, match="replayed_routes"):
         fr.compare(trainer, engine, mask, **given, deficits=deficits)
 
 

@@ -83,5 +83,5 @@ def test_tokens_of_every_sequence_can_pick_each_expert_once(top_k):
 
 @pytest.mark.parametrize("wrong", [{"top_k": 17}, {"top_k": 0}, {"prompt_draws": 0}, {"common": 1.0}], ids=str)
 def test_what_would_be_drawn_for_ever_is_refused(wrong):
-    with pytest.raises(ConfigError, match="cannot be drawn"):
+    with pytest.raises(ConfigError, match="drawn"):
         replace(SMALL, **wrong)
