@@ -46,6 +46,26 @@ def test_unfilled_log_probs_are_named_with_their_sequences(name, side):
     assert found.diagnosis.headline.startswith(f"Fix this first: {zeros[0]}")
 
 
+@pytest.mark.parametrize("padding", [0, 20])
+def test_a_mask_that_marks_prompts_is_told(padding):
+    """Both sides are filled with 0 outside of responses; a template that begins all of them is not such."""
+    trainer, engine = both(0)
+    for each in (trainer, engine):
+        each[:, 64 - padding :] = 0
+        each[:, :2] = 0
+    apart = fr.compare(trainer, engine, np.ones_like(engine)).diagnosis
+    assert not [each for each in apart.findings if "as where a mask marks prompts" in each.sentence]
+    lengths = np.arange(12, 20)
+    for each in (trainer, engine):
+        each[np.arange(64) < lengths[:, None]] = 0
+    told_now = fr.compare(trainer, engine, np.ones_like(engine)).diagnosis
+    assert told_now.headline.startswith("Look at this: Every sequence begins with 12 or more response tokens whose")
+    assert f"{lengths.sum()} of 512 in all" in told_now.headline
+    kept = np.arange(64) >= lengths[:, None]
+    right = fr.compare(trainer, engine, kept & (np.arange(64) < 64 - padding)).diagnosis
+    assert right.worst < Severity.WARNING
+
+
 @pytest.mark.parametrize("seed", range(4))
 def test_a_peaked_policy_is_not_accused(seed):
     """Many of its log-probs are 0 in float32, nearly 0 on the other side; and one token is far off, as of a flipped

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from foreroute.doctor.evidence import EXPLAINS, Evidence, Finding, Measures, Severity, Zeros, many
+from foreroute.doctor.evidence import EXPLAINS, Evidence, Finding, Measures, Severity, many
+from foreroute.doctor.zeros import Zeros
 from foreroute.mismatch.defects import listed
 from foreroute.trace import INDEXER, SAMPLING
 

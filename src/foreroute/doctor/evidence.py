@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from enum import IntEnum
@@ -13,6 +12,7 @@ from numpy.typing import NDArray
 
 from foreroute.conformance import ConformanceReport
 from foreroute.doctor.attribution import Attribution
+from foreroute.doctor.zeros import Zeros, denied_zeros
 from foreroute.errors import printable
 from foreroute.mismatch import (
     Defect,
@@ -40,10 +40,6 @@ SHORTEST = 8
 """Mean length of sequences whose order is looked for."""
 APART = 0.05
 """Mean |log r|, in nats, up to which log-probs are not those of other sequences."""
-DENIED, SHARE_DENIED = 4, 0.05
-"""Log-probs of exactly 0 that the other side denies, by a probability below one half: how many it takes in a stretch of
-zeros, and which part of it. Float32 rounds many of a peaked policy to 0, and the other side has nearly 0 there too.
-Where top-p leaves one token to draw from, the other side gives it that much: one half and more, as top-p is set."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -112,18 +108,6 @@ class Evidence:
     expected_version: int | None = None
     random_weights: bool = False
     attribution: Attribution | None = None
-
-
-@dataclass(frozen=True, eq=False)
-class Zeros:
-    """Log-probs of exactly 0, probability 1, that the other side denies."""
-
-    side: str  # whose they are, as the subject of a sentence
-    other: str  # the other side
-    sequences: list[int] | None  # that have them; None where sequences are not known
-    count: int  # how many zeros there are
-    mean: float  # what the other side has in the place of the zeros, on average
-    zero_R: NDArray[np.bool_]  # which tokens they are
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -297,32 +281,9 @@ def _zeros(
     lengths_S = evidence.response_lengths_S
     if lengths_S is not None and lengths_S.sum() != len(engine_R):
         lengths_S = None
-    found = [_denied_zeros("the engine", "the trainer", engine_R, trainer_R, lengths_S)]
-    found += [_denied_zeros(name, "the engine", logprobs_R, engine_R, lengths_S) for name, logprobs_R in own.items()]
+    found = [denied_zeros("the engine", "the trainer", engine_R, trainer_R, lengths_S)]
+    found += [denied_zeros(name, "the engine", logprobs_R, engine_R, lengths_S) for name, logprobs_R in own.items()]
     return tuple(each for each in found if each is not None)
-
-
-def _denied_zeros(
-    side: str, other: str, own_R: NDArray[Any], other_R: NDArray[Any], lengths_S: NDArray[np.integer] | None
-) -> Zeros | None:
-    """Find the stretches of zeros of one side in which the other denies too many for a rounding to be the cause."""
-    zero_R, lengths = np.asarray(own_R) == 0, [len(own_R)] if lengths_S is None else lengths_S
-    sequence_R = np.repeat(np.arange(len(lengths)), lengths)
-    # a stretch ends with its sequence: what fills in log-probs works by sequences
-    begins_R = np.diff(zero_R, prepend=False) | (np.diff(sequence_R, prepend=0) > 0)
-    stretch_R = np.cumsum(begins_R)
-    denied_R = zero_R & (np.asarray(other_R) < -math.log(2))
-    zeros, denied = (np.bincount(stretch_R, each) for each in (zero_R, denied_R))
-    whole = np.zeros(len(zeros), np.bool_)  # sequences of zeros, which may be short
-    whole[stretch_R] = zeros[stretch_R] == np.asarray(lengths)[sequence_R]
-    # a rounded log-prob near 0 is denied by nobody, one that was never filled in by most
-    chosen = (denied >= SHARE_DENIED * zeros) & ((denied >= DENIED) | whole & (denied > 0))
-    if denied[chosen].sum() < DENIED:  # a few tokens of a peaked policy, one of them far off
-        return None
-    zero_R &= chosen[stretch_R]
-    sequences = None if lengths_S is None else np.unique(sequence_R[zero_R]).tolist()
-    mean = float(np.asarray(other_R)[zero_R].mean())
-    return Zeros(side, other, sequences, int(zero_R.sum()), mean, zero_R)
 
 
 def _ratio(trainer_R: NDArray[Any], engine_R: NDArray[Any], zeros: tuple[Zeros, ...]) -> tuple[float, float] | None:

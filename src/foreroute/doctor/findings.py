@@ -12,6 +12,7 @@ from foreroute.conformance import Outcome
 from foreroute.doctor.decisions import about_choices, about_masks
 from foreroute.doctor.evidence import Evidence, Finding, Measures, Severity, many, measure
 from foreroute.doctor.roots import SURE, TOO_FEW, about_parts, about_roots
+from foreroute.doctor.zeros import shared_beginnings
 from foreroute.errors import InputError
 from foreroute.mismatch import Defect, TokenMismatch
 from foreroute.mismatch.defects import listed, version_words
@@ -119,6 +120,7 @@ def diagnose(evidence: Evidence, facts: Mapping[str, str] | None = None) -> Diag
         *_routes(evidence, measures),
         *about_roots(measures),
         *about_masks(evidence, measures),
+        *_marked(evidence),
         *about_choices(evidence, measures),
     )
     roots = measures.roots
@@ -212,6 +214,24 @@ def _frozen(evidence: Evidence) -> Iterator[Finding]:
     own = evidence.native.executed if evidence.native is not None else None
     if evidence.engine is not None and (found := frozen_rows(evidence.engine)) and not (own and frozen_rows(own)):
         yield Finding(Severity.PROBLEM, "routes", f"In the engine's trace, {found}.", UNFREEZE)
+
+
+def _marked(evidence: Evidence) -> Iterator[Finding]:
+    """Find tokens that neither side scored, and that were marked as those of responses all the same."""
+    engine_R, lengths_S = evidence.engine_logprobs_R, evidence.response_lengths_S
+    own_R = evidence.native.logprobs_R if evidence.native is not None else None
+    if engine_R is None or own_R is None or lengths_S is None or len(own_R) != len(engine_R):
+        return
+    if (zeros_S := shared_beginnings(own_R, engine_R, lengths_S)) is not None:
+        yield Finding(
+            Severity.WARNING,
+            "probabilities",
+            f"Every sequence begins with {zeros_S.min()} or more response tokens whose log-prob is exactly 0 on both "
+            f"sides, {zeros_S.sum()} of {len(own_R)} in all, as where a mask marks prompts or padding. Means are over "
+            "them too.",
+            "If these are tokens of prompts, give the mask of response tokens, not the attention mask. A policy that "
+            "is sure of a template has such zeros too.",
+        )
 
 
 def _routes(evidence: Evidence, measures: Measures) -> Iterator[Finding]:
