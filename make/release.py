@@ -50,7 +50,7 @@ EXTRAS = {
     "fit": ["costs.fitting", "simulate.fit"],
     "megatron": ["adapters.megatron"],
     "trl": ["trainers.trl"],
-    "report": ["report.run_plots", "report.diagnosis_plots"],
+    "report": ["report.run_plots", "report.diagnosis"],
 }
 
 A_TRACE = """

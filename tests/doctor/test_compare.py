@@ -7,7 +7,6 @@ import pytest
 
 import foreroute as fr
 from foreroute.doctor import Evidence, Severity, diagnose
-from foreroute.doctor.comparison import standard_error
 from foreroute.doctor.evidence import TrainerPass
 from foreroute.errors import InputError
 from foreroute.mismatch import routing_mismatch, token_mismatch
@@ -70,22 +69,6 @@ def require_error(compared, name, weights, figures):
     assert compared.errors[name] == pytest.approx(error, rel=1e-6) != 0
 
 
-@pytest.mark.slow
-def test_two_standard_errors_cover_the_truth_where_tokens_depend_on_their_sequence():
-    """In 95 % of cases, and of k3, which is skewed, in 92 %."""
-    rng, covered = np.random.default_rng(0), np.zeros(2)
-    for _ in range(1000):
-        counts = rng.integers(1, 40, 128)
-        of_token = np.repeat(np.arange(128), counts)
-        share = rng.random(len(of_token)) < rng.beta(1, 4, 128)[of_token]
-        log_r = rng.normal(0, 0.3, 128)[of_token] + rng.normal(0, 0.2, len(of_token))  # k3 of mean exp(v / 2) - 1
-        for number, (terms, truth) in enumerate([(share, 0.2), (np.expm1(log_r) - log_r, math.expm1(0.13 / 2))]):
-            error = standard_error(np.bincount(of_token, terms), counts)
-            covered[number] += abs(terms.mean() - truth) < 1.96 * error
-    assert (np.array([0.93, 0.89]) <= covered / 1000).all()
-    assert (covered / 1000 <= 0.97).all()
-
-
 def test_tokens_of_unknown_sequences_have_figures_and_no_errors():
     trainer, engine, mask = logprobs(3)
     found = fr.compare(trainer[mask], engine[mask])
@@ -94,6 +77,29 @@ def test_tokens_of_unknown_sequences_have_figures_and_no_errors():
     masked = fr.compare(trainer.reshape(-1), engine.reshape(-1), mask.reshape(-1))
     assert (masked.metrics, masked.errors.keys()) == (found.metrics, found.errors.keys())
     assert all(math.isnan(error) for error in masked.errors.values()), "a token is no sequence"
+
+
+def test_roots_of_a_replayed_pass_have_shares_and_the_one_that_is_no_near_tie_is_named():
+    trainer, engine, mask = logprobs(5)
+    given, spec = routes(5, rate=0.5)
+    theirs, own, attended = given["engine_routes"], given["trainer_routes"], given["attention_mask"]
+    differs = (np.sort(theirs) != np.sort(own)).any(-1) & (theirs >= 0).all(-1) & (own >= 0).all(-1)
+    is_root = differs & (np.random.default_rng(5).random(differs.shape) < 0.5)
+    would = np.where(is_root[..., None], own, theirs)
+    deficits = np.where(is_root, np.random.default_rng(6).uniform(0.01, 0.02, is_root.shape), 0.0)
+    b, t, layer = np.argwhere(is_root)[-1]
+    deficits[b, t, layer] = 9.0
+    found = fr.compare(trainer, engine, mask, **given, replayed_routes=would, deficits=deficits, spec=spec)
+    decisions = found.metrics["routed_rows"] * spec.num_layers
+    assert found.metrics["roots_share"] == is_root.sum() / decisions > 0
+    assert found.metrics["consequences_share"] == (differs & ~is_root).sum() / decisions > 0
+    assert found.errors["roots_share"] > 0
+    (far,) = found.diagnosis.measures.roots.far
+    position = np.flatnonzero(attended[b]).tolist().index(t)
+    assert (far.sequence, far.position, far.layer, far.deficit) == (b, position, layer, 9)
+    assert "No near-tie: " in str([each.sentence for each in found.diagnosis.findings])
+    with pytest.raises(InputError, match="replayed_routes"):
+        fr.compare(trainer, engine, mask, **given, deficits=deficits)
 
 
 def test_a_defect_of_routes_is_named_from_arrays_alone():

@@ -73,7 +73,7 @@ def with_model(own, engine, logprobs_R=None):
     given = without_model(own, engine, logprobs_R)
     replayed = TrainerPass(engine, None if logprobs_R is None else logprobs_R + 0.09)
     wired = report(Outcome.PASSED, Outcome.PASSED)
-    return replace(given, replayed=replayed, repeated=given.native, repacked=given.native, conformance=wired)
+    return replace(given, replayed=replayed, repacked=given.native, conformance=wired)
 
 
 @grid("name", PLANTS, quick=5)
@@ -89,7 +89,7 @@ def test_every_defect_is_told_with_advice(name):
 def probabilities(without, replayed=None, repacked=None):
     """Evidence of log-probs alone, off by so many nats in every token."""
     engine, off = np.full(50, -801.0), {"native": without, "replayed": replayed}
-    off |= {"repacked": repacked, "repeated": repacked}
+    off |= {"repacked": repacked}
     passes = {name: TrainerPass(None, engine + nats) for name, nats in off.items() if nats is not None}
     return Evidence(engine_logprobs_R=engine, **passes)
 

@@ -15,6 +15,7 @@ from foreroute.doctor.evidence import TrainerPass
 from foreroute.doctor.examine import examine
 from foreroute.doctor.explain import explain
 from foreroute.mismatch.attribution import k3_weights
+from foreroute.report.diagnosis import root_table
 from tests.doctor.planted_roots import SIZES, rollout, trainer
 from tests.tiers import grid
 from tests.traces import random_trace
@@ -38,6 +39,9 @@ def test_planted_swaps_are_named_with_sequence_token_layer_and_experts():
         f"{worst.sequence}, the engine took expert {worst.engine[0]} where the trainer takes expert {worst.trainer[0]}."
     )
     assert any(each.sentence.startswith("Something is broken. As it is, routing makes ") for each in found.findings)
+    table = root_table(found.measures)
+    shown = zip(table.column("Sequence"), table.column("Position"), table.column("Engine took"), strict=True)
+    assert list(shown) == [(str(r.sequence), str(r.position), ", ".join(map(str, r.engine))) for r in roots.far]
 
 
 @grid(("family", "depth"), [(family, depth) for family in SIZES for depth in (4, 12)], quick=0, day=2)

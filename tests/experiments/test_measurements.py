@@ -1,20 +1,15 @@
 """What the cells measure, on a model that is trained in a second."""
 
-import numpy as np
 import pytest
 
 from experiments import training
 from experiments.cells import Cell
-from experiments.models import configuration, merged
+from experiments.models import merged
 from experiments.starts import started
 from experiments.static import run_static
-from experiments.tampering import shifted
 from experiments.training import run_training
 from foreroute.errors import DivergedError
-from foreroute.trace import RoutingTrace
 from foreroute.train import run
-from foreroute.train.policy import make_policy
-from foreroute.train.prompts import make_task
 from tests.train.small_runs import small_values
 
 DOOR = run.make_engine
@@ -58,19 +53,3 @@ def test_shifted_routes_reach_the_trainer_and_diverged_runs_are_results(start, m
     monkeypatch.setattr(training, "train", diverging)
     found = run_training(cell("train", rl=rl), small(), start)
     assert (found["diverged"], found["collapsed_at"]) == (True, 1)
-
-
-def test_shifted_traces_hold_the_routes_of_the_token_before():
-    config = configuration(small(), {}, 0)
-    spec = make_policy(config, make_task(config)).spec
-    rng = np.random.default_rng(0)
-    lengths = [5, 1, 7]
-    ids = [rng.permuted(np.tile(np.arange(16), (n - 1, 2, 1)), axis=2)[:, :, :2] for n in lengths]
-    trace = RoutingTrace.from_sequences(spec, [np.arange(n) for n in lengths], ids, weight_version=4)
-    off = shifted(trace)
-    assert np.array_equal(off.token_ids_N, trace.token_ids_N)
-    assert np.array_equal(off.valid_N, trace.valid_N)
-    for s, routes in enumerate(ids):
-        found = off.expert_ids_NLK[trace.offsets[s] : trace.offsets[s + 1] - 1]
-        for position in range(len(routes)):
-            assert np.array_equal(found[position], routes[position - 1])

@@ -9,16 +9,15 @@ from scipy import stats
 
 from experiments import unevenness
 from experiments.__main__ import PAGE, RESULTS
-from experiments.arms import Arms, Measure, at, reward_first, reward_last
+from experiments.arms import Arms, Measure, at
 from experiments.claimed import claims
-from experiments.claims import judged, verdict
-from experiments.grid import ARMS, FEW, FRESH, SEEDS, grid
-from experiments.intervals import Interval, paired_difference
+from experiments.claims import judged
+from experiments.grid import FEW, FRESH, SEEDS, grid
+from experiments.intervals import paired_difference
 from experiments.page import figures_text, page_text
 from experiments.page_tables import tables
 from experiments.plots import PICTURES
 from experiments.runner import current
-from experiments.series import WINDOW, collapse_step
 
 ROUTES = "H/routes"
 KEPT = current(grid(), RESULTS)
@@ -45,32 +44,6 @@ def changed_verdicts(results):
     return {claim: row.verdict for claim, row in decided(results).items() if row.verdict != before[claim].verdict}
 
 
-@pytest.mark.parametrize(
-    ("low", "high", "seeds", "expected"),
-    [
-        (0.1, 0.3, 5, "holds"),
-        (-0.3, -0.1, 5, "the opposite"),
-        (-0.1, 0.3, 5, "not shown"),
-        (0.1, 0.3, 2, "too few seeds"),
-    ],
-)
-def test_verdicts_follow_from_the_interval(low, high, seeds, expected):
-    interval = Interval((low + high) / 2, low, high, seeds)
-    assert verdict(interval, 0.0, "above") == expected
-    mirrored = Interval(-interval.mean, -high, -low, seeds)
-    assert verdict(mirrored, 0.0, "below") == expected
-
-
-def test_every_claim_and_table_asks_for_arms_and_figures_of_the_grid():
-    arms = {cell.arm for cell in grid()}
-    for claim in claims():
-        measures = claim.effect.first, getattr(claim.effect, "second", None)
-        assert {measure.arm for measure in measures if measure} <= arms
-    assert len({(claim.words, claim.quantity) for claim in claims()}) == len(claims()) == 114
-    done = Arms(KEPT)
-    assert all(len(table.lines(done)) == len(table.rows) for table in tables().values())
-
-
 def test_claims_are_decided_by_the_arms_that_they_name():
     for claim, row in decided(KEPT).items():
         seeds = FRESH if "fresh seeds" in claim else FEW if "400 steps" in claim or "vLLM" in claim else SEEDS
@@ -87,18 +60,6 @@ def test_claims_are_decided_by_the_arms_that_they_name():
         "R3 is better than TIS (8 mini-batches)": "holds",
         "Ten times the steps raise the reward with R3 (8 mini-batches, 400 steps)": "the opposite",
     }
-
-    def apart(figures, seed):
-        figures["none"]["k3"], figures["R3"]["k3"] = 4e-3 * (1 + seed), 1e-4 * (1 + seed)
-
-    fp8 = decided(planted("A/moe/fp8", apart))["Routing causes the excess: R3 lowers the mismatch (fp8)"]
-    assert fp8.found.startswith("40 times")
-
-    def grows(figures, seed):
-        figures["binned"]["k3"] = [1.0] * 4 + [2.0] * 4 + [3.0 + 0.1 * seed] * 4
-
-    grown = decided(planted("B/none/plain/8", grows))["Without R3 the mismatch grows through RL (8 mini-batches)"]
-    assert grown.found.startswith("3.2 times")
 
 
 def test_the_page_in_the_documentation_is_that_of_the_results():
@@ -166,15 +127,6 @@ def test_what_the_page_says_of_loads_rests_on_figures():
     assert f"swing {swings[0]:.1f} to {swings[1]:.1f} times as much" in text
 
 
-def test_what_the_page_says_of_long_runs_and_base_starts_rests_on_figures():
-    arms = Arms(KEPT)
-    for arm in ARMS:
-        assert (arms.collapsed(f"J/{arm}"), arms.collapsed(f"K/{arm}")) == ((0, len(FEW)), (0, len(SEEDS)))
-        assert all(0.71 < reward < 0.96 for reward in arms.values(Measure(f"J/{arm}", reward_last)).values())
-        first, last = (arms.mean(Measure(f"K/{arm}", metric)).mean for metric in (reward_first, reward_last))
-        assert last < first == pytest.approx(0.2, abs=0.01)
-
-
 VALUES = {0: 0.71, 1: 0.78, 2: 0.64, 3: 0.9, 4: 0.66}
 OTHERS = {4: 0.5, 2: 0.61, 1: 0.8, 7: 3.0, 0: 0.4}
 
@@ -186,29 +138,6 @@ def test_paired_differences_are_scipys_over_the_seeds_of_both():
     expected = test.confidence_interval(0.95)
     assert found.seeds == 4
     assert (found.low, found.high) == pytest.approx((expected.low, expected.high))
-    unpaired = stats.ttest_ind([VALUES[s] for s in seeds], [OTHERS[s] for s in seeds]).confidence_interval(0.95)
-    assert found.low != pytest.approx(unpaired.low), "the seeds are paired"
-
-
-def rule(rewards):
-    """Step by step, as it is written."""
-    averages = [np.mean(rewards[i : i + WINDOW]) for i in range(len(rewards) - WINDOW + 1)]
-    for i in range(len(averages)):
-        last = range(i - WINDOW + 1, i + 1)
-        if last[0] >= 0 and all(averages[j] < 0.5 * max(averages[: j + 1]) for j in last):
-            return i + WINDOW - 1
-    return None
-
-
-def test_collapse_is_decided_as_the_rule_says():
-    rng = np.random.default_rng(0)
-    found = []
-    for _ in range(80):
-        length = int(rng.integers(1, 60))
-        rewards = np.clip(np.cumsum(rng.normal(0, 0.12, length)) + rng.random(), 0, 1)
-        found.append(collapse_step(rewards.tolist()))
-        assert found[-1] == rule(rewards)
-    assert 8 < sum(step is not None for step in found) < 72, "both outcomes were seen"
 
 
 def by_loops(steps, num_ranks):
@@ -233,8 +162,3 @@ def test_unevenness_is_what_loops_say():
     found = unevenness.unevenness(steps)
     names = ("step_correlation", "step_change", "swing", "imbalance")
     assert [found[name] for name in names] == pytest.approx(by_loops(steps, 4), rel=1e-3)
-    apart = np.zeros((2, 1, 1, 16), int)
-    apart[0, ..., :8] = apart[1, ..., 8:] = np.arange(1, 9)
-    variance = 16**2 * 2 * sum((n / 36 / 2) ** 2 for n in range(1, 9)) / 16
-    found = unevenness.unevenness([apart] * 2)
-    assert (found["swing"], found["variance"]) == (0.5, pytest.approx(variance, rel=1e-4))

@@ -79,9 +79,9 @@ def permutation(rng, trace):
     while (order == np.arange(len(trace))).all():
         order = rng.permutation(len(trace))
     sequence, position = places(trace)
-    if rng.random() < 0.5 and (trace.lengths[order] != trace.lengths).any():
+    if rng.random() < 0.5 and (trace.lengths[order] != trace.lengths).any():  # packed so
         source = np.concatenate([np.arange(trace.offsets[t], trace.offsets[t + 1]) for t in order])
-        return moved(rng, trace, source), {"order": order.tolist(), "packed": True}
+        return moved(rng, trace, source), {"order": order.tolist()}
     other = order[sequence]
     inside = position < trace.lengths[other]
     return moved(rng, trace, np.where(inside, trace.offsets[other] + position, -1)), {"order": order.tolist()}

@@ -22,7 +22,6 @@ def test_a_folder_is_read_whole(tmp_path):
     assert replace(run, routing="R2").trains_with == "native", "R2 replays no routes of the engine"
     assert [step.step for step in run.steps] == [0, 1, 2]
     assert run.steps[1].mismatch["native"].k3 == step_line(1)["mismatch"]["native"]["k3"]
-    assert run.steps[1].expert_load["16"] == step_line(1)["expert_load"]["16"]
     assert run.config["model"]["experts"] == 64
     assert run.notes == ()
 
@@ -105,7 +104,7 @@ def test_what_a_trainer_writes_is_read_whole():
     _, record = trainer_of(small_config()).run_step()
     line = line_of(to_json(record))
     assert parse_step(line) == record
-    assert {"mismatch", "importance", "sampling", "device", "expert_load", "margins_LB"} <= json.loads(line).keys()
+    assert {"mismatch", "importance", "sampling", "device", "margins_LB"} <= json.loads(line).keys()
 
 
 HUGE = {name: [[[2**63]]] for name in ("at_home_MLG", "executed_MLG")}

@@ -54,7 +54,6 @@ def step_line(step, *, seed=0, native=True, replayed=True, total=80):
         "tokens": 4096,
         "mismatch": sides,
         "margins_LB": [(shape * rng.uniform(0.8, 1.2, len(shape))).astype(int).tolist() for _ in range(LAYERS)],
-        "expert_load": {str(ranks): 1 + 0.12 * ranks**0.7 * drift for ranks in (4, 8, 16)},
     }
 
 

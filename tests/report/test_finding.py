@@ -43,9 +43,7 @@ def test_replay_that_removes_what_differs(tmp_path):
         ({"native": (0.0, 0.0), "replayed": (0.0, 0.0)}, "Trainer and rollout engine agree exactly: no route differs"),
         ({"replayed": (0.0, 2e-3)}, "Replay removes every differing route; k3 is 2.00e-3 with replay, 2.00e-3 without"),
         ({"replayed": (0.01, 1e-4)}, " of the routing decisions differ with replay, "),
-        ({"replayed": None}, "% of the routing decisions differ and k3 is 2.00e-3 nats"),
-        ({"native": None}, "With replay 0\N{NO-BREAK SPACE}% of the routing decisions differ and k3 is 1.00e-4 nats"),
-        ({"native": None, "replayed": None}, "The mismatch of trainer and rollout engine was not recorded; "),
+        ({"native": None}, "The mismatch of trainer and rollout engine was not measured both with replay and without"),
     ],
 )
 def test_other_mismatches_are_told_as_they_are(tmp_path, figures, words):
@@ -53,7 +51,6 @@ def test_other_mismatches_are_told_as_they_are(tmp_path, figures, words):
     assert words in text
     assert "lowers" not in text
     assert ("removes every" in text) is words.startswith("Replay removes")
-    assert ("not measured at the same steps" in text) is (len({None} & set(figures.values())) == len(figures) == 1)
 
 
 def several(tmp_path, with_, without):
@@ -85,15 +82,6 @@ def test_loads_of_ranks_come_first(tmp_path):
     worse = execution(0) | {"max_over_mean": {"at_home": 1.2, "planned": 1.0, "executed": 1.3}}
     uneven = write_run(tmp_path / "b", config(), [line(0, execution=worse)])
     assert finding(uneven).startswith("The busiest rank has 1.30 times the mean, 1.20 with experts at home; ")
-
-
-def test_a_collapse_is_in_the_finding_and_other_alarms_are_not(tmp_path):
-    def alarmed(kind):
-        alarm = {"kind": kind, "since": 1, "value": 0.1, "threshold": 0.5}
-        return write_run(tmp_path / kind, config(kind), [line(0, alarms=[]), line(1, alarms=[alarm])])
-
-    assert "the reward or the loss collapsed in collapse." in finding(alarmed("collapse"))
-    assert "collapsed" not in finding(alarmed("f2"))
 
 
 def test_runs_that_learned_nothing_say_so_first(tmp_path):

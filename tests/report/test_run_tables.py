@@ -13,7 +13,6 @@ from foreroute.report.run_tables import (
     means,
     phase_seconds,
     rewards,
-    suspicion_table,
 )
 from tests.report.report_runs import config, side, step_line, write_run
 
@@ -83,54 +82,35 @@ def suspicion(looks_like, sentence="sequence 3 froze", **more):
     return {"looks_like": looks_like, "sentence": sentence, "share": 0.8, "usual": 0.02, **more}
 
 
-def suspicious_run(folder, by_step, *, k3_by_step=None, dropped=None, steps=8):
+def suspicious_run(folder, by_step, *, dropped=None, steps=8):
     lines = [
         step_line(step)
         | {"suspicions": by_step.get(step, []), "alarms": [alarm("sentinel", 0.8)] if step in by_step else []}
         | {"sampling": {"responses": 8, "dropped_tokens": (dropped or {}).get(step, 0)}}
-        | {"mismatch": {"native": side((k3_by_step or {}).get(step, 2e-5), 0.0, 0.02, 0.1)}}
+        | {"mismatch": {"native": side(2e-5, 0.0, 0.02, 0.1)}}
         for step in range(steps)
     ]
     return write_run(folder, config(folder.name), lines)
+
+
+LEFT_OUT = "were left out of the updates then"
 
 
 def test_what_was_suspected_in_steps_in_a_row_is_one_row_with_the_first_of_them(tmp_path):
     frozen, stale = suspicion("frozen-rows"), suspicion("stale-layer", "decoder 3 is stale", rank=2)
     by_step = {3: [frozen, stale, frozen | {"sentence": "sequence 5 froze", "sequence": 5}], 4: [frozen], 6: [frozen]}
     runs = read_runs([suspicious_run(tmp_path / "run", by_step, dropped={6: 40})])
-    table = suspicion_table(runs)
-    columns = ("Steps", "Looks like", "What was seen first", "k3 without replay")
+    table = alarm_table(runs)
+    columns = ("Steps", "What happened", "Worst value")
     assert [*zip(*map(table.column, columns), strict=True)] == [
-        ("3 to 4", "frozen rows", "sequence 3 froze; at step 3 also sequence 5", AS_BEFORE),
-        ("3", "stale layer", "rank 2, decoder 3 is stale", AS_BEFORE),
-        ("6", "frozen rows", "sequence 3 froze; 40 response tokens were left out of the updates", AS_BEFORE),
+        ("3 to 4", "frozen rows: sequence 3 froze; 1 more at once", "0.8, usual 0.02"),
+        ("3", "stale layer: rank 2, decoder 3 is stale", "0.8, usual 0.02"),
+        ("6", f"frozen rows: sequence 3 froze; 40 response tokens {LEFT_OUT}", "0.8, usual 0.02"),
     ]
     assert table.column("Advice")[1] == LooksLike.STALE_LAYER.advice
     found = run_finding(runs)
     assert found.startswith("Replayed routes look wrong (frozen rows and stale layer) from step 3 on; ")
-    assert "k3" not in found  # of wrong routes
-    assert not alarm_table(runs).rows  # it has this one
+    assert "mismatch" not in found  # of wrong routes
+    assert all(row.tone == "problem" for row in table.rows), "the alarm of the sentinel is no row beside them"
     sound = suspicious_run(tmp_path / "sound", {})
-    assert "k3" in run_finding(read_runs([tmp_path / "run", sound])), "of the other run"
-
-
-AS_BEFORE = "2.00e-5, 2.00e-5 before: as before, so that routes alone are wrong"
-
-
-@pytest.mark.parametrize(
-    ("k3", "words", "finding", "advice"),
-    [
-        (2e-3, "other weights", "The engine has other weights than the trainer from step 5 on", "weights"),
-        (3e-5, "other tokens", "Replayed routes look wrong (other tokens) from step 5 on", "the order of sequences"),
-    ],
-)
-def test_k3_without_replay_tells_other_weights_from_other_tokens(tmp_path, k3, words, finding, advice):
-    by_step = {5: [suspicion(LooksLike.UNRELATED.value)], 6: [suspicion(LooksLike.UNRELATED.value)]}
-    runs = read_runs([suspicious_run(tmp_path / "run", by_step, k3_by_step={5: k3, 6: k3})])
-    assert suspicion_table(runs).column("Looks like") == [words]
-    assert run_finding(runs).startswith(finding)
-    assert advice in suspicion_table(runs).column("Advice")[0]
-    # a first step has none before it
-    runs = read_runs([suspicious_run(tmp_path / "first", {0: by_step[5]})])
-    table = suspicion_table(runs)
-    assert (table.column("Looks like"), table.column("k3 without replay")) == (["other weights or tokens"], [""])
+    assert "mismatch" in run_finding(read_runs([tmp_path / "run", sound])), "of the other run"

@@ -316,7 +316,7 @@ def test_no_input_output_or_stream_breaks_a_verb(monkeypatch, tmp_path):
     write_files(tmp_path / "good")
     # what verbs import when they run, so that each case need not; torch does not load within the memory of a case
     verbs = [f"cli.{name}" for name in ("convert", "demo", "doctor", "plan", "simulate", "terminal", "traces", "train")]
-    pages = [f"report.{name}" for name in ("plan", "simulation", "run_plots", "diagnosis_plots")]
+    pages = [f"report.{name}" for name in ("plan", "simulation", "run_plots", "diagnosis")]
     for name in (*verbs, *pages, "adapters.checkpoint", "doctor.examine"):
         importlib.import_module(f"foreroute.{name}")
     cases = list(matrix())

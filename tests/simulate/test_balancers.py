@@ -8,9 +8,11 @@ import pytest
 from benchmarks.balancers import OTHER_BALANCERS
 from foreroute.costs.model import CostModel
 from foreroute.costs.presets import hardware_preset, model_preset
+from foreroute.errors import CountsError
 from foreroute.plan import Topology
 from foreroute.simulate import methods
 from foreroute.simulate.balancers import BalancerInput
+from foreroute.simulate.compare import compare
 from foreroute.simulate.eplb import eplb_placement
 from tests.plan.random_plans import LINKS
 
@@ -90,31 +92,6 @@ def test_the_check_sees_what_is_wrong(field, place, value, monkeypatch):
         check(problem(0), "llep")
 
 
-def spilled(loads_E, home_E, num_ranks):
-    """What ranks serve of experts, by the words of LLEP's description; a slot for every expert, no smallest part."""
-    capacity = int(np.ceil(loads_E.sum() / num_ranks))
-    served, coming = np.zeros((num_ranks, len(loads_E)), int), [set(np.flatnonzero(home_E == g)) for g in range(8)]
-
-    def load(g):
-        return served[g].sum() + sum(loads_E[e] for e in coming[g])
-
-    for e in sorted(range(len(loads_E)), key=lambda e: -loads_E[e]):
-        coming[home_E[e]].remove(e)
-        for g in [home_E[e], *sorted(set(range(num_ranks)) - {home_E[e]}, key=load)]:
-            served[g, e] = max(0, min(capacity - load(g), loads_E[e] - served[:, e].sum()))
-    return served
-
-
-def test_llep_spills_as_described_and_a_slot_for_every_expert_makes_it_even():
-    for given in (problem(seed, slots=14, layers=1, skew=5.0) for seed in range(10)):
-        for cell, (layer, counts_GE) in zip(BALANCERS["llep"].method(given), given.cells(), strict=True):
-            served = np.zeros((8, 16), int)
-            np.add.at(served, (cell.rank_R, cell.expert_R), cell.tokens_RG.sum(axis=1))
-            np.add.at(served, (cell.home_E, np.arange(16)), cell.home_tokens_GE(counts_GE).sum(axis=0))
-            np.testing.assert_array_equal(served, spilled(counts_GE.sum(axis=0), given.home_LE[layer], 8))
-            assert cell.loads_G(counts_GE).max() == np.ceil(counts_GE.sum() / 8)
-
-
 README_LOADS = [
     [90, 132, 40, 61, 104, 165, 39, 4, 73, 56, 183, 86],
     [20, 107, 104, 64, 19, 197, 187, 157, 172, 86, 16, 27],
@@ -157,3 +134,12 @@ def test_places_are_those_of_the_published_example(place):
         for here_P in (expert_P[:8], expert_P[8:]):
             experts = np.unique(here_P)
             assert experts[place(loads_E[experts], 8, 4)].tolist() == here_P
+
+
+def test_a_step_that_balancers_cannot_plan_is_refused():
+    given = problem(0)
+    with pytest.raises(CountsError, match="step before"):
+        methods.serve(BALANCERS["eplb_previous"], replace(given, previous_LE=None), COSTS)
+    for wrong in ({"home_LE": given.home_LE[:1]}, {"previous_LE": given.previous_LE[:, :-1]}):
+        with pytest.raises(CountsError, match=r"expected \[M, L, G, E\]"):
+            list(compare(replace(given, **wrong), COSTS, BALANCERS))

@@ -1,5 +1,7 @@
 """Homes that move once a step, or are a step old, and sequences packed for them: by loops over the drawn sequences."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 
@@ -53,7 +55,15 @@ def test_homes_of_this_step_move_once_and_level_it(drawn):
                 (step.counts_MLGE, step.home_LE),
             )
         ]
-        assert levels == sorted(levels)
-        assert levels[0] < levels[2]
+        assert levels[0] < levels[1] < levels[2]
         loads_MLG = found.loads(step.topology).served_SMLG[0]
         assert loads_MLG.max(axis=2).sum() == levels[0]
+
+
+def test_homes_of_the_step_before_move_nothing_and_are_those_that_levelled_it(drawn):
+    for step in drawn[0]:
+        found = served("ours_homes_previous", step, drawn[1])
+        of_counts = replace(step, sequences=None, previous_sequences=None)
+        assert found.home_moves == served("ours_homes_previous", of_counts, drawn[1]).home_moves == 0
+        assert np.array_equal(found.home_LE, step.previous_sequences().with_homes(step.topology, step.home_LE)[1])
+        assert slowest(found.counts_MLGE, found.home_LE) < slowest(step.counts_MLGE, found.home_LE)

@@ -110,7 +110,6 @@ def test_rows_and_replicas_are_those_that_counting_finds(paths, slots, monkeypat
     config = config_of("ours_traffic", paths)
     cluster = config.described()
     record = simulate(config)
-    totals = []
     for step in group_steps(config, cluster.topology, cluster.costs):
         planned = serve(METHODS["ours_traffic"], step, cluster.costs)
         assert planned.slots == slots
@@ -145,11 +144,6 @@ def test_rows_and_replicas_are_those_that_counting_finds(paths, slots, monkeypat
         }
         for what, by_link in expected.items():
             assert found[what] == pytest.approx(by_link), what
-        totals.append(expected)
-    for what, by_link in totals[0].items():
-        for link in by_link:
-            mean = np.mean([each[what][link] for each in totals])
-            assert record["ours_traffic"].moved_bytes[what][link] == pytest.approx(mean)
     static = record["static"].moved_bytes
     assert not any(static["weights of replicas"].values())
     assert not any(static["gradients of replicas"].values())

@@ -130,13 +130,17 @@ def test_forced_balance_keeps_what_every_source_sends_and_levels_every_expert():
         assert np.ptp(even_GE, axis=1).max() <= 1
 
 
-def test_the_recompute_waits_for_what_of_planning_does_not_come_before_it():
+def test_the_recompute_waits_for_what_of_planning_does_not_come_before_it(monkeypatch):
     hidden = simulate(small_config(planning_s=0.0))["ours"]
     assert hidden.phases.planning == 0
     for lead_s, expected_s in ((0.0, 1e3), (400.0, 600.0), (2e3, 0.0)):
         waited = simulate(small_config(planning_s=1e3, plan_lead_s=lead_s))["ours"]
         assert waited.phases.planning == pytest.approx(expected_s)
         assert waited.training_s == pytest.approx(hidden.training_s)
+    # two layers are planned, in a second, for four
+    timed = "foreroute.simulate.simulation.serve"
+    monkeypatch.setattr(timed, lambda *given, **how: replace(serve(*given, **how), planning_s=1.0))
+    assert simulate(small_config(planning_s=None))["ours"].planning_s == 2
 
 
 EXPERT = 3 * 2048 * 768
@@ -150,23 +154,20 @@ def described(ranks, gpus=64):
     return config.cluster, cluster.topology, cluster.costs
 
 
-def test_gradients_are_reduced_in_the_node_first():
-    found = reduction_seconds(*described(16))
-    # four ranks on as many nodes have the same 8 experts of a layer
-    experts_s = 48 * 8 * EXPERT * (4 + 2) * 3 / 4 / 45e9
-    assert found == pytest.approx(DENSE_S + experts_s)
-
-
-def test_one_group_reduces_no_experts_and_one_gpu_nothing():
-    assert reduction_seconds(*described(64)) == pytest.approx(DENSE_S)
-    assert reduction_seconds(*described(1, gpus=1)) == 0
-
-
-def test_groups_smaller_than_a_node_reduce_experts_inside_it():
-    """EP 4: two of the 16 replicas in each node."""
-    experts = 48 * 32 * EXPERT * (4 + 2)
-    experts_s = experts * (1 / 2 / 340e9 + 7 / 8 / 2 / 45e9)
-    assert reduction_seconds(*described(4)) == pytest.approx(DENSE_S + experts_s)
+@pytest.mark.parametrize(
+    ("ranks", "gpus", "seconds"),
+    [
+        # four ranks on as many nodes have the same 8 experts of a layer
+        (16, 64, DENSE_S + 48 * 8 * EXPERT * (4 + 2) * 3 / 4 / 45e9),
+        # one group reduces no experts, and one GPU nothing
+        (64, 64, DENSE_S),
+        (1, 1, 0),
+        # two of the 16 replicas are in each node, and reduced inside of it first
+        (4, 64, DENSE_S + 48 * 32 * EXPERT * (4 + 2) * (1 / 2 / 340e9 + 7 / 8 / 2 / 45e9)),
+    ],
+)
+def test_gradients_are_reduced_in_the_node_first(ranks, gpus, seconds):
+    assert reduction_seconds(*described(ranks, gpus)) == pytest.approx(seconds)
 
 
 def test_the_optimizer_reads_and_writes_its_share():

@@ -5,6 +5,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
+from foreroute.errors import ConfigError
 from foreroute.simulate.workload import WORKLOADS, Workload
 from tests.tiers import grid
 
@@ -78,3 +79,9 @@ def test_tokens_of_every_sequence_can_pick_each_expert_once(top_k):
         assert (counts_SE.sum(axis=1) == top_k * step.rows_S[here_S]).all()
         assert np.array_equal([counts_SE[step.rank_S[here_S] == g].sum(axis=0) for g in range(4)], counts_GE)
         assert np.array_equal(step.sequence_counts()[here_S, layer], counts_SE)
+
+
+@pytest.mark.parametrize("wrong", [{"top_k": 17}, {"top_k": 0}, {"prompt_draws": 0}, {"common": 1.0}], ids=str)
+def test_what_would_be_drawn_for_ever_is_refused(wrong):
+    with pytest.raises(ConfigError, match="drawn"):
+        replace(SMALL, **wrong)

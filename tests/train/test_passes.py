@@ -10,7 +10,6 @@ import pytest
 import torch
 
 from foreroute.adapters.hf.response_logprobs import response_log_probs, response_logits
-from foreroute.plan.counts import contiguous_imbalance
 from foreroute.train.chain import ChainTask
 from foreroute.train.policy import ScheduledPass
 from tests.train.small_runs import random_rewards, small_config, trainer_of
@@ -37,9 +36,9 @@ def taken_step(trainer):
 
     def watched_update(experience, mini_batches, old_logprobs_R, routes, **options):
         with watched(trainer.policy.model) as seen["forwards"]:
-            seen["result"] = update(experience, mini_batches, old_logprobs_R, routes, **options)
+            result = update(experience, mini_batches, old_logprobs_R, routes, **options)
         seen["old"], seen["lr"] = old_logprobs_R, trainer.optimizer.param_groups[0]["lr"]
-        return seen["result"]
+        return result
 
     trainer.recompute = lambda *a: passes.append(recompute(*a)) or passes[-1]
     trainer.update = watched_update
@@ -68,16 +67,8 @@ def test_the_update_runs_on_the_routes_it_should(routing, mini_steps):
     assert not np.array_equal(seen["old"], experience.generation.logprobs_R)
 
 
-def test_load_and_clipping_are_those_of_the_update():
-    _, experience, record, _, seen = seen_step(mini_steps=6, learning_rate=0.05)
-    result, trace = seen["result"], experience.generation.trace
-    counts = np.zeros((result.micro_step_S.max() + 1, 2, 16), np.int64)
-    for s in np.flatnonzero(result.micro_step_S >= 0):
-        for row in range(int(trace.offsets[s]), int(trace.offsets[s + 1]) - 1):
-            for layer in range(2):
-                counts[result.micro_step_S[s], layer, trace.expert_ids_NLK[row, layer]] += 1
-    assert len(counts) > 6, "the case must have several micro-steps in a mini-batch"
-    assert record.expert_load["4"] == pytest.approx(contiguous_imbalance(counts, 4))
+def test_clipping_is_that_of_the_update():
+    _, _, record, _, _ = seen_step(mini_steps=6, learning_rate=0.05)
     assert 0 < record.clip_share < 1
 
 

@@ -46,9 +46,7 @@ from foreroute.report.plan import (
     plan_table,
     plan_tiles,
     planning_words,
-    rate_words,
     rows_table,
-    ways_finding,
     ways_table,
     write_plan_page,
 )
@@ -76,7 +74,7 @@ def run_plan(
     options = replace(options, packing="length")  # which is done: the planner has packed counts
     problem = step.problem
     facts = {**step.facts, **_facts(step, options)}
-    console.print(shown_facts(facts | rate_words(step.cluster)))
+    console.print(shown_facts(facts))
     cells = step.counts_MLGE.shape[0] * step.counts_MLGE.shape[1]
     with working("planning", console, total=cells, unit="cells") as work:
         found = timed_plan(problem, options, work.advance)
@@ -107,7 +105,6 @@ def run_plan(
         )
     console.print(plan_finding(compared, ways), highlight=False, markup=False)
     console.print(shown_tiles(plan_tiles(compared, step.cluster)))
-    console.print("\n" + ways_finding(ways, compared), highlight=False, markup=False)
     console.print(shown_table(ways_table(ways)))
     console.print(shown_facts(executors_of_ways()))
     tables: tuple[Table, ...] = ()

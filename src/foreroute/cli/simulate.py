@@ -7,7 +7,7 @@ import os
 from collections.abc import Sequence
 from pathlib import Path
 
-from foreroute.cli.terminal import Console, shown_facts, shown_table, shown_tiles, working, write_page
+from foreroute.cli.terminal import Console, shown_facts, shown_table, working, write_page
 from foreroute.costs.cluster_file import cluster_toml
 from foreroute.errors import InputError, RunFolderError
 from foreroute.files.writing import check_writable, write_atomically, writing_named
@@ -18,7 +18,6 @@ from foreroute.report.simulation import (
     fit_table,
     simulation_finding,
     simulation_table,
-    simulation_tiles,
     write_simulation_page,
 )
 from foreroute.simulate import SimulationRecord, load_config, simulate
@@ -73,4 +72,3 @@ def _print(record: SimulationRecord, console: Console) -> None:
     console.print(shown_table(simulation_table(record)))
     for sentence in (simulation_finding(record), beside_ranking(record), executed(record)):
         console.print(sentence, highlight=False, markup=False)
-    console.print(shown_tiles(simulation_tiles(record)))

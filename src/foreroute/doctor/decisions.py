@@ -71,7 +71,8 @@ def about_choices(evidence: Evidence, measures: Measures) -> Iterator[Finding]:
             f"Indexers chose other units in at least one layer of {found.differing} of {many(found.rows, 'row')}; "
             f"trainer and engine share {found.shared:.1%} of the units that queries attend to.",
         )
-    elif lacks_choices(evidence):
+    # which alone can make replay worse
+    elif evidence.has_indexers and evidence.engine is not None and INDEXER not in evidence.engine.streams:
         yield Finding(
             Severity.WARNING,
             "indexers",
@@ -91,8 +92,3 @@ def _zeros_words(zeros: Zeros) -> str:
         f"{whose} has log-probs of exactly 0, probability 1, for {many(zeros.count, 'response token')}{where}, where "
         f"{zeros.other} has {zeros.mean:.3g} on average."
     )
-
-
-def lacks_choices(evidence: Evidence) -> bool:
-    """Say whether the model has indexers, and the engine's trace none of their choices."""
-    return evidence.has_indexers and evidence.engine is not None and INDEXER not in evidence.engine.streams

@@ -30,7 +30,6 @@ from foreroute.mismatch import (
 from foreroute.mismatch.decisions import StreamDifference, stream_difference
 from foreroute.mismatch.mixups import MAX_PERMUTED
 from foreroute.trace import INDEXER, RoutedLayer, RoutingTrace
-from foreroute.trace.checks import as_offsets
 
 NAMES = ("the trainer's own trace", "the engine's trace")
 EXPLAINS = 4.0
@@ -80,7 +79,6 @@ class Evidence:
         response_lengths_S: how many of these each sequence has.
         native: the trainer on its own routes.
         replayed: the trainer on the engine's routes.
-        repeated: the trainer on its own routes once more, on the same batches.
         repacked: the trainer on its own routes, one sequence at a time.
         conformance: the quick checks, run on this model.
         attach_error: why the adapter refused the model.
@@ -99,7 +97,6 @@ class Evidence:
     response_lengths_S: NDArray[np.integer] | None = None
     native: TrainerPass | None = None
     replayed: TrainerPass | None = None
-    repeated: TrainerPass | None = None
     repacked: TrainerPass | None = None
     conformance: ConformanceReport | None = None
     attach_error: str = ""
@@ -120,7 +117,6 @@ class Measures:
     without: TokenMismatch | None = None  # engine against trainer on its own routes
     with_replay: TokenMismatch | None = None  # engine against trainer on the engine's routes
     # trainer against itself
-    repeated: TokenMismatch | None = None
     repacked: TokenMismatch | None = None
     routes: RoutingMismatch | None = None  # engine's routes against the trainer's own
     # the trainer's own routes against those when it is packed differently
@@ -213,7 +209,6 @@ def measure(evidence: Evidence) -> Measures:
     native, repacked, engine = evidence.native, evidence.repacked, evidence.engine
     own, own_R = (native.executed, native.logprobs_R) if native is not None else (None, None)
     of_itself = Measures(
-        repeated=_tokens(evidence.repeated, own_R),
         repacked=_tokens(repacked, own_R),
         repacked_routes=None
         if own is None or repacked is None or repacked.executed is None
@@ -331,37 +326,26 @@ def _order(
     trainer_R: NDArray[Any], engine_R: NDArray[Any], lengths_S: NDArray[np.integer]
 ) -> tuple[list[int], float, float] | None:
     """Look for log-probs of other sequences, where sequences are too long to fit each other by chance."""
-    if not len(engine_R):
-        return None
-    starts, own_R = as_offsets(lengths_S.astype(np.int64)), np.asarray(trainer_R, np.float64)
-    own_S, before = np.split(own_R, starts[1:-1]), float(np.abs(engine_R - own_R).mean())
-    if not 1 < len(own_S) <= MAX_PERMUTED or len(own_R) < SHORTEST * len(own_S) or before < APART:
+    own_S, engine_S = (np.split(np.asarray(each_R), np.cumsum(lengths_S)[:-1]) for each_R in (trainer_R, engine_R))
+    before = float(np.abs(engine_R - trainer_R).mean()) if len(engine_R) else 0.0
+    if not 1 < len(own_S) <= MAX_PERMUTED or len(engine_R) < SHORTEST * len(own_S) or before < APART:
         return None
     near = before / EXPLAINS
     # rows of a padded batch in another order are cut by the trainer's lengths; packed sequences keep their own
     for packed in (False, True):
         order: list[int] = []
-        chosen: list[NDArray[np.float64]] = []
-        left, start = set(range(len(own_S))), 0
-        for s in range(len(own_S)):
-            start = start if packed else starts[s]
-            fits = {t: _apart(engine_R[start : None if packed else starts[s + 1]], own_S[t]) for t in left}
+        apart: list[NDArray[Any]] = []
+        for s, cut_R in enumerate(engine_S):
+            rest_R = engine_R[sum(map(len, apart)) :] if packed else cut_R
+            left = set(range(len(own_S))).difference(order)
+            fits = {t: np.abs(rest_R[: len(own_S[t])] - own_S[t][: len(rest_R)]) for t in left}
             # the sequence that explains most, so that long ones count more than short ones; ties stay in place
-            best = max(left, key=lambda t: ((near - fits[t]).sum(), t == s))
-            order.append(best)
-            chosen.append(fits[best])
-            left.remove(best)
-            start += len(own_S[best])
-        after = float(np.concatenate(chosen).mean())
+            order.append(max(left, key=lambda t: ((near - fits[t]).sum(), t == s)))
+            apart.append(fits[order[-1]])
+        after = float(np.concatenate(apart).mean())
         if order != sorted(order) and after < near:
             return order, after, before
     return None
-
-
-def _apart(engine_R: NDArray[Any], own_R: NDArray[np.float64]) -> NDArray[np.float64]:
-    """Return |log r| of the tokens that both have."""
-    length = min(len(engine_R), len(own_R))
-    return np.abs(engine_R[:length] - own_R[:length])
 
 
 def _nearest(rescored: tuple[Rescored, ...], engine_R: NDArray[Any]) -> tuple[Rescored, TokenMismatch] | None:

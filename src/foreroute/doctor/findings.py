@@ -9,7 +9,7 @@ import numpy as np
 
 from foreroute.capture.checks import UNFREEZE, frozen_rows
 from foreroute.conformance import Outcome
-from foreroute.doctor.decisions import about_choices, about_masks, lacks_choices
+from foreroute.doctor.decisions import about_choices, about_masks
 from foreroute.doctor.evidence import Evidence, Finding, Measures, Severity, many, measure
 from foreroute.doctor.roots import SURE, TOO_FEW, about_parts, about_roots
 from foreroute.doctor.zeros import shared_beginnings
@@ -40,10 +40,6 @@ NOT_THESE_ROUTES = (
     "These are not the routes of these tokens under these weights, and not to be trained on; or the engine's log-probs "
     "are of another pass than its routes: a second forward of the engine takes routes of its own."
 )
-WITHOUT_CHOICES = (
-    "Routes without the choices of indexers can do that. Record both (see indexers). If it stays so, these are not the "
-    "routes of these tokens under these weights."
-)
 OTHER_SEQUENCES = "Carry log-probs with their tokens through every sort, shuffle and gather between engine and trainer."
 SAME_PASS = (
     "The trainer's log-probs with and without replay are the same in every bit: if routes differ, give those of a pass "
@@ -53,15 +49,7 @@ NEXT_TOKEN = (
     "Logits of position p score token p + 1. Cut both sides alike: the first log-prob of a response is that of its "
     "first token."
 )
-UNLIKE = (
-    "Causes can be FP8, other weights, another temperature, or another prompt.",
-    "Check that the engine received the last weights, and that temperature and template are the same.",
-)
-UNLIKE_ON_LIKE_ROUTES = (
-    "Routes agree, so that other weights and another prompt are unlikely. Causes can be another temperature, or "
-    "log-probs of other tokens.",
-    "Check that both sides have the same temperature, and log-probs of the same tokens.",
-)
+UNLIKE = "Check that the engine received the last weights, and that temperature, template and tokens are the same."
 NO_ROUTES = "Look at both with foreroute inspect: a trace without routed rows was captured without routes."
 
 ADVICE = {
@@ -355,21 +343,20 @@ def _replay(evidence: Evidence, measures: Measures, is_broken: bool) -> Iterator
             Severity.PROBLEM,
             "replay",
             f"Replaying this trace makes it worse{f' by a factor of {1 / gain:.3g}' if gain > 0 else ''}: {both}.",
-            WITHOUT_CHOICES if lacks_choices(evidence) else NOT_THESE_ROUTES,
+            NOT_THESE_ROUTES,
         )
     # what has a name above is not called by a guess here
     named = measures.shift is not None or measures.order is not None or bool(measures.zeros)
     if gain > 1 / HELPS and not named:
         yield from about_parts(measures, without, is_broken)
     if replayed.k3 > LARGE and gain > 1 / HELPS and not named:
-        agreed = measures.explanation is not None and measures.explanation.kind is Defect.NONE
-        causes, advice = UNLIKE_ON_LIKE_ROUTES if agreed else UNLIKE
         yield Finding(
             _by_probabilities(replayed, Severity.WARNING),
             "probabilities",
             f"Also on the engine's routes the probabilities are apart (k3 {replayed.k3:.2e} nats), by more than "
-            f"bfloat16 makes. {causes}",
-            advice,
+            "bfloat16 makes. Causes can be FP8, other weights where routes differ too, another temperature, or other "
+            "tokens.",
+            UNLIKE,
         )
 
 
@@ -395,18 +382,7 @@ def _quoted(message: str) -> str:
 
 def _trainer(measures: Measures) -> Iterator[Finding]:
     """Say how far the trainer is from itself, which no engine can undercut."""
-    repeated, repacked = measures.repeated, measures.repacked
-    if repeated is not None:
-        if repeated.max_abs_log == 0:
-            yield Finding(Severity.FINE, "trainer", "The trainer repeats itself bit for bit on the same batches.")
-        else:
-            yield Finding(
-                Severity.WARNING,
-                "trainer",
-                f"The trainer does not repeat itself on the same batches: k3 {repeated.k3:.2e}, log-probs off by up to "
-                f"{repeated.max_abs_log:.2e}.",
-                "Switch dropout and router jitter off; if they are, a kernel is not deterministic.",
-            )
+    repacked = measures.repacked
     if repacked is not None:
         routes = measures.repacked_routes
         share = f", and takes other experts in {routes.differing_share:.2%} of its routing decisions" if routes else ""

@@ -93,7 +93,7 @@ def explain(a: RoutingTrace, b: RoutingTrace, *, names: tuple[str, str] = NAMES)
     longest = int(a.lengths.max(initial=0))
     alike_a, alike_b = (part.select_layers(_alike(a.spec)) if a.spec.sizes else part for part in (a, b))
     pair = TracePair(alike_a, alike_b, np.random.default_rng(0))
-    positions, share_RL = pair.positions[rows_R], shared_RL / a.spec.picks_L
+    positions, share_RL = pair.a.positions_N[rows_R], shared_RL / a.spec.picks_L
     with np.errstate(invalid="ignore"):  # 0 of 0 rows is NaN
         by_position = np.bincount(positions, share_RL.mean(axis=1), longest) / np.bincount(positions, minlength=longest)
     differs_RL = share_RL < 1
@@ -113,7 +113,7 @@ def _found(
     if pair.a.spec.top_k == pair.a.spec.num_experts:
         return _Finding(Defect.NONE, {}, "Nothing to compare: every row holds all experts.")
     if order is not None:
-        facts = {"order": order.tolist(), "packed": False, "with_tokens": True}
+        facts = {"order": order.tolist(), "with_tokens": True}
         sentence = f"{_capital(names[1])} holds the sequences of {names[0]} in another order, tokens included."
         return _Finding(Defect.PERMUTATION, facts, sentence)
     # of one row in one layer nothing can be mixed up
@@ -151,10 +151,7 @@ def _predicate(kind: Defect, p: Mapping[str, Any], spec: RoutingSpec) -> str:
     if kind is Defect.FLATTENING:
         return f"was flattened {p['written']} and read {p['read']} (padded to {p['width']})"
     if kind is Defect.PERMUTATION:
-        packed = ", packed in another order" if p["packed"] else ""
-        return (
-            f"holds the routes of other sequences{packed}: those of the sequences {listed(p['order'])}, in this order"
-        )
+        return f"holds the routes of other sequences: those of the sequences {listed(p['order'])}, in this order"
     return (
         f"calls the experts by other ids, by a fixed map in each layer ({sum(p['moved'])} of "
         f"{spec.num_experts * spec.num_layers} are renamed): physical experts instead of logical ones"

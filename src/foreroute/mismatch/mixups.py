@@ -70,11 +70,12 @@ def _shifts(pair: TracePair) -> Iterator[Mixup]:
     shifts = np.array([n for n in range(-reach, reach + 1) if n], np.int64)
     quick = pair.targets[np.linspace(0, len(pair.targets) - 1, min(_QUICK_ROWS, len(pair.targets))).astype(int)]
     agreed, both = pair.first_look(
-        _rows_at(pair, pair.sequences[quick], pair.positions[quick] - shifts[:, None]), quick
+        _rows_at(pair, pair.sequences[quick], pair.a.positions_N[quick] - shifts[:, None]), quick
     )
     best = np.argsort((agreed * both).sum(axis=-1))[::-1][:3]
     for n in shifts[best].tolist():
-        yield _rows_moved(pair, Defect.SHIFT, {"tokens": n}, _rows_at(pair, pair.sequences, pair.positions - n))
+        source = _rows_at(pair, pair.sequences, pair.a.positions_N - n)
+        yield Mixup(Defect.SHIFT, {"tokens": n}, *pair.agreement_after(source))
 
 
 def _layers_moved(pair: TracePair) -> Iterator[Mixup]:
@@ -82,7 +83,7 @@ def _layers_moved(pair: TracePair) -> Iterator[Mixup]:
     rows, num_layers = pair.targets[pair.a.valid_N[pair.targets]], pair.a.spec.num_layers
     if not len(rows):
         return
-    masks_a, masks_b = (set_masks(trace.expert_ids_NLK[rows], pair.num_names) for trace in (pair.a, pair.b))
+    masks_a, masks_b = (set_masks(trace.expert_ids_NLK[rows], pair.a.spec.num_experts) for trace in (pair.a, pair.b))
     # agreement of each layer of `b`, down, with each of `a`, across; a row of the table at a time bounds the memory
     shared = [np.bitwise_count(masks_a & masks_b[:, at, None]).sum(axis=-1).mean(axis=0) for at in range(num_layers)]
     agreed_LL = pair.above_chance(np.array(shared))
@@ -109,20 +110,20 @@ def _flattenings(pair: TracePair) -> Iterator[Mixup]:
     # Trainers pad to the longest sequence, with or without its last token, or to a multiple that kernels like.
     widths = {longest, longest - 1, *(-(-longest // m) * m for m in (8, 16, 32, 64, 128))} - {0}
     for width in sorted(widths):
-        sequence, position = np.divmod(pair.positions * num_sequences + pair.sequences, width)
+        sequence, position = np.divmod(pair.a.positions_N * num_sequences + pair.sequences, width)
         facts = {"written": "batch-first", "read": "sequence-first", "width": width}
-        yield _rows_moved(pair, Defect.FLATTENING, facts, _rows_at(pair, sequence, position))
-        position, sequence = np.divmod(pair.sequences * width + pair.positions, num_sequences)
+        yield Mixup(Defect.FLATTENING, facts, *pair.agreement_after(_rows_at(pair, sequence, position)))
+        position, sequence = np.divmod(pair.sequences * width + pair.a.positions_N, num_sequences)
         facts = {"written": "sequence-first", "read": "batch-first", "width": width}
-        yield _rows_moved(pair, Defect.FLATTENING, facts, _rows_at(pair, sequence, position))
+        yield Mixup(Defect.FLATTENING, facts, *pair.agreement_after(_rows_at(pair, sequence, position)))
 
 
 def _permutations(pair: TracePair) -> Iterator[Mixup]:
     """Suppose that sequence s of `b` has the rows of sequence `order[s]` of `a`, position by position."""
     order = _assigned(_pairwise(pair))
     if (order != np.arange(len(order))).any():
-        source = _rows_at(pair, order[pair.sequences], pair.positions)
-        yield _rows_moved(pair, Defect.PERMUTATION, {"order": order.tolist(), "packed": False}, source)
+        source = _rows_at(pair, order[pair.sequences], pair.a.positions_N)
+        yield Mixup(Defect.PERMUTATION, {"order": order.tolist()}, *pair.agreement_after(source))
 
 
 def _assigned(scores: NDArray[np.float64]) -> NDArray[np.int64]:
@@ -174,7 +175,7 @@ def _packed_permutations(pair: TracePair) -> Iterator[Mixup]:
         left = np.delete(left, chosen)
     if order != list(range(len(lengths))):
         source = np.concatenate([np.arange(offsets[t], offsets[t + 1]) for t in order])
-        yield _rows_moved(pair, Defect.PERMUTATION, {"order": order, "packed": True}, source)
+        yield Mixup(Defect.PERMUTATION, {"order": order}, *pair.agreement_after(source))
 
 
 def _physical_ids(pair: TracePair) -> Iterator[Mixup]:
@@ -223,11 +224,6 @@ def _rows_at(pair: TracePair, sequence_N: NDArray[np.int64], position_N: NDArray
     return np.where(inside, pair.a.offsets[sequence] + position_N, -1)
 
 
-def _rows_moved(pair: TracePair, kind: Defect, parameters: Mapping[str, Any], source_N: NDArray[np.int64]) -> Mixup:
-    """Judge a mix-up by which row of `a` each row of `b` would be."""
-    return Mixup(kind, parameters, *pair.agreement_after(source_N))
-
-
 @dataclass(frozen=True)
 class TracePair:
     """Traces `a` and `b` of the same tokens; a supposed mix-up says which row of `a` each row of `b` truly is."""
@@ -254,16 +250,6 @@ class TracePair:
         """Sampled rows times layers."""
         return len(self.targets) * self.a.spec.num_layers
 
-    @property
-    def num_names(self) -> int:
-        """The experts of a layer that sets of bits tell apart."""
-        return min(self.a.spec.num_experts, MAX_RENAMED)
-
-    @cached_property
-    def positions(self) -> NDArray[np.int64]:
-        """int64 [N], the position of each row in its sequence."""
-        return self.a.positions_N
-
     @cached_property
     def sequences(self) -> NDArray[np.int64]:
         """int64 [N], the sequence of each row."""
@@ -272,7 +258,9 @@ class TracePair:
     @cached_property
     def _quick_masks(self) -> list[NDArray[np.uint64]]:
         """Return the sets of either trace in the layers of a first look, as `set_masks`."""
-        return [set_masks(trace.expert_ids_NLK[:, :_QUICK_LAYERS], self.num_names) for trace in (self.a, self.b)]
+        return [
+            set_masks(trace.expert_ids_NLK[:, :_QUICK_LAYERS], self.a.spec.num_experts) for trace in (self.a, self.b)
+        ]
 
     def first_look(
         self, rows_a: NDArray[np.int64], rows_b: NDArray[np.int64]
@@ -304,6 +292,7 @@ class TracePair:
 def set_masks(ids: NDArray[Any], num_experts: int) -> NDArray[np.uint64]:
     """Return sets of picks [..., K] as bits, uint64 [..., words of 64 experts]; `a & b` then holds the common picks."""
     # no known model has more experts; of one that had, some would be taken for others
+    num_experts = min(num_experts, MAX_RENAMED)
     ids = ids % num_experts if num_experts == MAX_RENAMED else ids
     word, bit = ids >> 6, np.uint64(1) << (ids & 63).astype(np.uint64)
     masks = np.zeros((*ids.shape[:-1], -(-num_experts // 64)), np.uint64)

@@ -18,6 +18,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from foreroute.checks import as_array
 from foreroute.errors import InputError
 from foreroute.trace import RoutingSpec
 from foreroute.trace.checks import as_offsets, join_ranges
@@ -107,12 +108,8 @@ class RootCounts:
 
     def __post_init__(self) -> None:
         for name in self.__dataclass_fields__:
-            try:
-                array = np.asarray(getattr(self, name))
-                is_wrong = array.ndim != 1 or (array.size and (array.dtype.kind not in "iu" or array.min() < 0))
-            except (TypeError, ValueError):
-                is_wrong = True
-            if is_wrong:
+            array = as_array(getattr(self, name), name=name, error=InputError)
+            if array.ndim != 1 or (array.size and (array.dtype.kind not in "iu" or array.min() < 0)):
                 raise InputError(f"{name} is no list of counts; expected integers of 0 or more, of one axis")
             object.__setattr__(self, name, array.astype(np.int64))
         rows, layers = int(self.lengths_S.sum()), len(self.roots_L)

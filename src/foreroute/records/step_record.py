@@ -25,7 +25,6 @@ Grouping = Literal["bound", "by_length", "by_routes"]
 
 Share = Annotated[float, (0, 1)]
 """From 0 to 1, or NaN: a share of nothing."""
-NumRanks = Literal["4", "8", "16"]
 """Numbers of ranks that the load of experts is stated for, as keys of JSON."""
 Loads = list[list[list[int]]]
 """Assignments [M][L][G] of every rank in every cell."""
@@ -264,8 +263,6 @@ class StepRecord:
     """Decisions of the trainer's own routers in each layer and bin of `foreroute.mismatch.LOG10_EDGES`."""
     live_agreement: list[float] | None = None
     """By mini-batch: share of (token, layer) whose live top-k is the replayed set."""
-    expert_load: dict[NumRanks, float] = field(default_factory=dict)
-    """By number of ranks: busiest over mean, experts in contiguous blocks."""
     importance: ImportanceRecord | None = None
     """Ratios of trainer over engine."""
     sampling: SamplingRecord | None = None

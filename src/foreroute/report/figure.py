@@ -107,23 +107,16 @@ def number_layers(axis: Any, layers: Sequence[object]) -> None:
         axis.set_major_formatter(lambda value, _: names[round(value)] if 0 <= round(value) < len(names) else "")
 
 
-def ticks_above_one(most: float) -> list[float]:
-    """Ticks of a colour bar from 1 to `most`, none so near to 1 that its label would run into that of 1."""
-    return [float(tick) for tick in ticks(4).tick_values(1.0, most) if 1 + 0.15 * (most - 1) < tick <= most]
-
-
 def heat_maps(
     caption: Caption,
     loads: Mapping[str, NDArray[np.float64]],
     *,
     below: bool = False,
-    from_one: bool = False,
     layers: Sequence[object] = (),
 ) -> Plot:
     """Loads over the mean [y, x] by title, a panel each under one scale. Below 1, perfect balance, is blue, above red.
 
-    The panels stand side by side, or `below` each other. The colour bar may begin at 1, which is white. `layers` are
-    those of the y axis, where it has some.
+    The panels stand side by side, or `below` each other. `layers` are those of the y axis, where it has some.
     """
     from matplotlib.colors import TwoSlopeNorm
 
@@ -145,9 +138,9 @@ def heat_maps(
     bar = figure.colorbar(image, ax=panels, location="bottom", fraction=0.05, pad=0.02, aspect=40)
     bar.set_label("load over mean")
     bar.outline.set_visible(False)
-    bar.set_ticks([*([] if from_one else [0.0, 0.5]), 1.0, *ticks_above_one(most)])
-    if from_one:
-        bar.ax.set_xlim(1.0, most)
+    # none so near to 1 that its label would run into that of 1
+    above = [float(tick) for tick in ticks(4).tick_values(1.0, most) if 1 + 0.15 * (most - 1) < tick <= most]
+    bar.set_ticks([0.0, 0.5, 1.0, *above])
     spans = [f"{name} {over_mean(float(v.min()))} to {over_mean(float(v.max()))}" for name, v in loads.items()]
     return card(caption, figure, "; ".join(spans))
 
@@ -158,13 +151,12 @@ def stacked_bars(
     colours: Mapping[str, str],
     *,
     unit_s: float = 1.0,
-    line_s: float | None = None,
     headings: Mapping[int, str] = MappingProxyType({}),
 ) -> Plot:
     """Bars of label and seconds of each part, from the top; parts that no bar has are left out.
 
-    `colours` are by name of the part, in order. The axis is in units of `unit_s` seconds. The picture has a line at
-    `line_s` seconds, and headings over bars by position.
+    `colours` are by name of the part, in order. The axis is in units of `unit_s` seconds. The picture has headings over
+    bars by position.
     """
     widths_BX = np.array([seconds for _, seconds in bars], np.float64)
     totals_B = widths_BX.sum(axis=1)
@@ -177,8 +169,6 @@ def stacked_bars(
     for x, name in shown:
         axes.barh(places_B, widths_BX[:, x] / unit_s, left=left_B, color=colours[name], height=0.66)
         left_B += widths_BX[:, x] / unit_s
-    if line_s is not None:
-        axes.axvline(line_s / unit_s, color=INK, linewidth=1.2, linestyle=(0, (4, 2)))
     for place, total in zip(places_B, totals_B, strict=True):
         axes.annotate(
             step_time(total), (total / unit_s, place), xytext=(5, 0), textcoords="offset points", va="center",
@@ -187,7 +177,7 @@ def stacked_bars(
     for first, heading in headings.items():
         axes.text(0, places_B[first] - 0.95, heading, va="center", fontsize=10.5, fontweight="bold", color=INK)
     axes.set_yticks(places_B, [textwrap.fill(label, LABEL_WIDTH) for label, _ in bars], fontsize=9.5)
-    axes.set_xlim(0, 1.16 * max(float(totals_B.max()), line_s or 0.0) / unit_s)
+    axes.set_xlim(0, 1.16 * float(totals_B.max()) / unit_s)
     axes.set_ylim(places_B[-1] + 0.6, -0.6)
     axes.grid(visible=False, axis="y")
     axes.tick_params(axis="y", length=0)

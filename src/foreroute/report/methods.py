@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from foreroute.report.figure import stacked_bars
-from foreroute.report.format import TIMES, as_fast, duration, over_mean, percentage, step_time, times
+from foreroute.report.format import TIMES, as_fast, duration, flattened, over_mean, percentage, step_time, times
 from foreroute.report.page import Caption, Column, Plot, Table, TableRow
 
 if TYPE_CHECKING:
@@ -33,7 +33,6 @@ SHOWN: dict[Column, Callable[[Any, float], str]] = {
     Column("Wait for the plan"): lambda one, _: of_planning(one, duration(one.phases.planning)),
     Column("Home moves"): lambda one, _: duration(one.phases.home_moves) if one.phases.home_moves else "",
     Column("Exposed transfers"): lambda one, _: percentage(one.exposed_share),
-    Column("Groups wait"): lambda one, _: percentage(one.groups_waiting),
     Column("Experts fetched per cell"): lambda one, _: f"{one.fetches_per_cell:.1f}",
     Column("Homes moved"): lambda one, _: f"{one.home_moves:,}",
     Column("Served across nodes", "served\nacross\nnodes"): lambda one, _: f"{one.cross_node_share:.0%}",
@@ -104,3 +103,9 @@ def named(method: SimulatedMethod, record: SimulationRecord) -> str:
 def modelled(record: SimulationRecord) -> str:
     """Mark of all seconds, for axes."""
     return "modelled, not executed" if record["static"].not_executed else "modelled"
+
+
+def settings_table(values: Mapping[str, Any], folded: str) -> Table:
+    """Every key and its value, folded under these words."""
+    rows = tuple(TableRow(cells=setting) for setting in flattened(values).items())
+    return Table(columns=(Column("Key"), Column("Value", kind="words")), rows=rows, folded=folded)

@@ -12,8 +12,8 @@ from foreroute.costs.pricing import PART_NAMES
 from foreroute.plan.capabilities import EXECUTES, EXECUTOR_NAMES, Ability, on_several_nodes
 from foreroute.plan.options import PASS_NAMES
 from foreroute.report.figure import PART_COLOURS, heat_maps, layer_label
-from foreroute.report.format import TIMES, duration, over_mean, percentage, rate, size, step_time, time_unit, times
-from foreroute.report.methods import BOUND, method_table, passes_by_part, worth
+from foreroute.report.format import TIMES, duration, over_mean, percentage, size, step_time, time_unit, times
+from foreroute.report.methods import BOUND, method_table, passes_by_part, settings_table, worth
 from foreroute.report.page import Caption, Column, Page, PageSection, Plot, Table, TableRow, Tile, Tone, write_page
 
 if TYPE_CHECKING:
@@ -53,12 +53,12 @@ NOTES = (
     "Homes move before the step, with optimizer state, in the time beside it, and the speedup counts that as the cost "
     "of each step; homes that move once and then stay cost it once. Static moves none. What the plan saves in a pass "
     "is a share of that pass with every expert at its home under the plan, where it has moved already.",
-    "Waits for weights and gradients are priced cell by cell. A simulation runs transfers beside all of the step, and "
-    "adds the output head, so that speedups of methods that move much differ.",
     "The lower bound is the least that any plan can reach: with these slots for loads; for times, level experts and "
     "empty links, which no real plan attains.",
 )
 WAY_NOTES = (
+    "Bold is the first way that takes hardly longer in this step than the fastest, home moves too: what comes below it "
+    "does little more. Seconds are of the cost model, planning aside.",
     "Sequences are exchanged between micro-steps, so that experts at their homes are level. Homes move once, before "
     "the step, with optimizer state. Neither takes a replica. Loads are on average over all cells, bytes of a rank.",
     "Any framework takes packed sequences.",
@@ -83,7 +83,26 @@ def write_plan_page(
     where the model's own numbers of them are known; `ways` say what is reached with less than the plan;
     `rows` are tables of `rows_table`.
     """
-    return write_page(target, lambda: _page(found, facts, cluster, layers, ways, rows))
+
+    def page() -> Page:
+        plots = (load_of_cells(found, layers), time_by_part(found))
+        return Page(
+            command="foreroute plan",
+            title="Plan of a step",
+            finding=plan_finding(found, ways),
+            tone=TONES[len(found.passes_by_plan) if found.pays else 0],
+            tiles=plan_tiles(found, cluster),
+            facts=facts,
+            sections=(
+                PageSection(heading="Before and after", plots=plots),
+                *([_ways(ways)] if ways else []),
+                PageSection(heading="Against other balancers", tables=(plan_table(found),), notes=NOTES),
+                *([PageSection(heading="Rows that buffers must hold", tables=tuple(rows))] if rows else []),
+                *_rates(cluster),
+            ),
+        )
+
+    return write_page(target, page)
 
 
 def plan_table(found: PlanComparison) -> Table:
@@ -136,41 +155,6 @@ def ways_table(ways: Sequence[Way]) -> Table:
         for way in ways
     ]
     return Table(title="What packing, homes and replicas reach here", columns=columns, rows=tuple(rows))
-
-
-def ways_finding(ways: Sequence[Way], found: PlanComparison) -> str:
-    """What is enough here, and what each way reaches at what price, in two sentences.
-
-    Replicas that save less than their plan takes once a step, or that executors leave out, do not pay.
-    """
-    from foreroute.simulate.ways import simplest
-
-    by_name, simple = {way.name: way for way in ways}, simplest(ways)
-    verdict = {
-        "static": "Nothing needs to be done here",
-        "packing": "Packing by routes would do here",
-        "homes": "Homes that move once would do here, without a replica",
-        "plan": "Replicas pay here",
-    }
-    is_used = found.pays and bool(found.passes_by_plan)
-    if not is_used:
-        verdict["plan"] = "Replicas would pay here if the plan itself took no time"
-    # moves that one step does not earn, several do
-    elif simple.name == "plan" and simplest(ways, next_steps=True).name == "homes":
-        verdict["plan"] = "Replicas pay in this step; if the next ones route alike, homes that move once would do"
-    reached = {name: over_mean(way.imbalance) for name, way in by_name.items()}
-    parts = [f"{reached['static']} times the mean as it is"]
-    if "packing" in reached:
-        parts.append(f"{reached['packing']} packed by routes")
-    moved, fetched = (size(value) for value in (by_name["homes"].moved_bytes, by_name["plan"].fetched_bytes))
-    parts.append(f"{reached['homes']} with homes moved{' too' * ('packing' in reached)} ({moved} a rank, once)")
-    parts.append(f"{reached['plan']} under the plan ({fetched} a rank in a pass)")
-    known = "" if "packing" in reached else " Sequences are not known, so that none is packed by routes."
-    aside = ", planning aside" * (simple.name == "plan" and is_used)
-    return (
-        f"{verdict[simple.name]}, by the cost model{aside}. The slowest rank has {', '.join(parts[:-1])}, and "
-        f"{parts[-1]}.{known}"
-    )
 
 
 def executors_of_ways() -> dict[str, str]:
@@ -231,12 +215,12 @@ def _instead(found: PlanComparison, ways: Sequence[Way]) -> str:
 
 
 def _verdict(found: PlanComparison) -> str:
-    from foreroute.simulate.records import AS_PLANNED, strongest_priced
+    from foreroute.simulate.records import AS_PLANNED, strongest_other
 
     static, executed = found.methods[0], found.methods[-1]
     # where both passes run by the plan, what was planned is what is executed
     planned = next((one for one in found.methods if one.name == AS_PLANNED), executed)
-    other = strongest_priced(found.methods)
+    other = strongest_other(found.methods)
     # what is executed is compared, not what was planned
     gain = worth(static.step_s, executed.step_s, *(() if other is None else (other.step_s, other.label)))
     moves = f"homes that move in {duration(executed.moves_s)}, " if executed.moves_s else ""
@@ -247,18 +231,12 @@ def _verdict(found: PlanComparison) -> str:
     if passes and not found.pays:
         if found.saved_s <= 0:
             return f"Do not use the plan: by the cost model, {moves}recompute and update are {gain}; {both}."
-        saved, once = duration(found.saved_s), duration(found.once_s)
-        rest = f"{moves}recompute and update are {gain}, by the cost model; {both}."
-        if not found.unpriced:
-            return (
-                f"Do not use the plan: once a step it takes {once} for planning, publishing and votes, and it saves "
-                f"{saved} (modelled). Without them, {rest}"
-            )
-        others = "publishing" if "votes" in found.unpriced else "publishing and votes"
-        besides = f", beside {once} for {others} (modelled)" if found.once_s else ""
+        taken = [f"{duration(found.waited_s)} of planning (measured)"] * bool(found.unpriced)
+        taken += [f"{duration(found.once_s)} of all that is priced (modelled)"] * bool(found.once_s)
         return (
-            f"Do not use the plan in a step that waits for its planning, which took {duration(found.waited_s)} "
-            f"here (measured){besides}: the plan saves {saved} (modelled). Without that, {rest}"
+            f"Do not use the plan{' in a step that waits for its planning' * bool(found.unpriced)}: once a step it "
+            f"takes {' and '.join(taken)}, and it saves {duration(found.saved_s)} (modelled). Without that, {moves}"
+            f"recompute and update are {gain}, by the cost model; {both}."
         )
     if len(passes) == 2:
         return f"Use the plan: by the cost model, {moves}recompute and update are {gain}; {both}."
@@ -290,31 +268,12 @@ def _left_out(found: PlanComparison) -> str:
         return ""
     keys = {"planning": "plan_s_per_count", "votes": "begin_s"}
     what, named = (" and ".join(words) for words in (found.unpriced, [keys[what] for what in found.unpriced]))
-    beside = (
-        f" Planning took {duration(found.waited_s)} here (measured), and the plan saves "
-        f"{duration(found.saved_s)} (modelled)." * found.pays
-    )
+    took, saved = duration(found.waited_s), duration(found.saved_s)
+    beside = f" Planning took {took} here (measured), and the plan saves {saved} (modelled)." * found.pays
     return (
         f"{what.capitalize()} {'are' if len(found.unpriced) > 1 else 'is'} priced at 0 ({named} of [costs]); "
-        f"“foreroute measure” times and prices them.{beside} A step waits for as much of planning as does not run "
-        "beside other work."
+        f"“foreroute measure” times and prices them.{beside} A step waits for planning that nothing else hides."
     )
-
-
-def rate_words(cluster: Cluster) -> dict[str, str]:
-    """By table, every key of a topology file that seconds stand on, presumed or measured, with its unit."""
-    from foreroute.costs.cluster_file import described
-
-    # the nodes of the topology count, not those of its hardware; a single one has no link to others
-    left_out = {
-        "ranks_per_node",
-        *(("cluster_bytes_per_s", "cluster_latency_s") if cluster.topology.num_nodes == 1 else ()),
-    }
-    return {
-        table: ", ".join(f"{key} {rate(key, value)}" for key, value in values.items() if key not in left_out)
-        for table, values in described(cluster).items()
-        if table != "topology"
-    }
 
 
 def planning_words(found: PlanComparison, threads: int) -> str:
@@ -361,25 +320,6 @@ def _slot_memory(plan: StepPlan, cluster: Cluster) -> tuple[Tile, ...]:
     return (Tile("weights in the slots of a rank", size(sets * set_bytes), f"{where}; {beside}"),)
 
 
-def load_of_ranks(found: PlanComparison, layers: Sequence[RoutedLayer]) -> Plot:
-    """Load of every rank in every micro-step, in the layer that is the most uneven."""
-    home_MLG, planned_MLG = found.at_home.over_mean_SMLG[0], found.planned.over_mean_SMLG[0]
-    # one layer is shown whole; the most uneven has the most to gain, and hides the least
-    layer = int(home_MLG.max(axis=-1).mean(axis=0).argmax())
-    named = str(layers[layer]) if layers else f"routed layer {layer}, counted from 0"
-    loads = {HOME: home_MLG[:, layer].T, _planned(found): planned_MLG[:, layer].T}
-    said = Caption(
-        title="Load of every rank",
-        sentence=(
-            f"Assignments of each rank over the mean of its cell in {named}, the most uneven layer. Each column is a "
-            "cell, which lasts as long as its slowest rank."
-        ),
-        x_label="micro-step",
-        y_label="rank",
-    )
-    return heat_maps(said, loads)
-
-
 def load_of_cells(found: PlanComparison, layers: Sequence[RoutedLayer]) -> Plot:
     """The slowest rank of every cell."""
     said = Caption(
@@ -390,7 +330,7 @@ def load_of_cells(found: PlanComparison, layers: Sequence[RoutedLayer]) -> Plot:
     )
     sides = {HOME: found.at_home, _planned(found): found.planned}
     loads = {title: side.over_mean_SMLG[0].max(axis=-1).T for title, side in sides.items()}
-    return heat_maps(said, loads, from_one=True, layers=layers)
+    return heat_maps(said, loads, layers=layers)
 
 
 def time_by_part(found: PlanComparison) -> Plot:
@@ -413,53 +353,16 @@ def _planned(found: PlanComparison) -> str:
     return "by the plan" + ("" if len(passes) == 2 else f" ({passes[0]})" if passes else " (not run)")
 
 
-def _page(
-    found: PlanComparison,
-    facts: Mapping[str, str],
-    cluster: Cluster | None,
-    layers: Sequence[RoutedLayer],
-    ways: Sequence[Way],
-    rows: Sequence[Table],
-) -> Page:
-    plots = (load_of_cells(found, layers), load_of_ranks(found, layers), time_by_part(found))
-    return Page(
-        command="foreroute plan",
-        title="Plan of a step",
-        finding=plan_finding(found, ways),
-        tone=TONES[len(found.passes_by_plan) if found.pays else 0],
-        tiles=plan_tiles(found, cluster),
-        facts=facts,
-        sections=(
-            PageSection(heading="Before and after", plots=plots),
-            *([_ways(ways, found)] if ways else []),
-            PageSection(heading="Against other balancers", tables=(plan_table(found),), notes=NOTES),
-            *([PageSection(heading="Rows that buffers must hold", tables=tuple(rows))] if rows else []),
-            *([] if cluster is None else [_rates(cluster)]),
-        ),
-    )
-
-
-def _ways(ways: Sequence[Way], found: PlanComparison) -> PageSection:
+def _ways(ways: Sequence[Way]) -> PageSection:
     """The ways to level the step, and which frameworks can go them."""
     able = (f"{what[0].upper()}{what[1:]}: {names}." for what, names in executors_of_ways().items())
-    return PageSection(
-        heading="With less than a plan",
-        texts=(ways_finding(ways, found),),
-        tables=(ways_table(ways),),
-        notes=(*WAY_NOTES, *able),
-    )
+    unknown = () if any(way.name == "packing" for way in ways) else ("Counts say no sequences that could be packed.",)
+    return PageSection(heading="With less than a plan", tables=(ways_table(ways),), notes=(*WAY_NOTES, *unknown, *able))
 
 
-def _rates(cluster: Cluster) -> PageSection:
+def _rates(cluster: Cluster | None) -> list[PageSection]:
     """Every key of a topology file with which the seconds can be computed again."""
     from foreroute.costs.cluster_file import described
 
-    rows = [
-        TableRow(cells=(f"{table}.{key}", f"{value:g}" if isinstance(value, float) else str(value)))
-        for table, values in described(cluster).items()
-        for key, value in values.items()
-    ]
-    table = Table(
-        columns=(Column("Key"), Column("Value", kind="words")), rows=tuple(rows), folded="All rates and sizes"
-    )
-    return PageSection(heading="What the seconds stand on", tables=(table,))
+    tables = () if cluster is None else (settings_table(described(cluster), "All rates and sizes"),)
+    return [PageSection(heading="What the seconds stand on", tables=tables)] if tables else []

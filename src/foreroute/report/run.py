@@ -16,18 +16,15 @@ from foreroute.report.format import WINDOW, percentage, quoted, reward, scientif
 from foreroute.report.page import Column, Page, PageSection, Table, TableRow, write_page
 from foreroute.report.run_tables import (
     ABOUT_MEASURES,
-    OTHER_WEIGHTS,
     Measure,
     alarm_table,
     config_table,
     facts_table,
-    likeness_of,
     load_table,
     means,
     planned_steps,
     rewards,
     summary_table,
-    suspicion_table,
 )
 
 KEPT = ("rollouts", "checkpoints")
@@ -61,8 +58,8 @@ FIRST = (
 )
 SUSPECTED = (
     "The sentinel tests the replayed routes of each rollout against those before: how often the trainer's routers "
-    "would pick other experts. k3 without replay compares log-probs, whatever routes were recorded. A row is the "
-    "routes of one token; sequences, positions (the prompt's too) and steps count from 0."
+    "would pick other experts. A row is the routes of one token; sequences, positions (the prompt's too) and steps "
+    "count from 0."
 )
 
 
@@ -84,15 +81,10 @@ def _suspected_runs(runs: Sequence[Run]) -> list[str]:
     for run in runs:
         steps = [step for step in run.steps if step.suspicions]
         if steps:
-            found = (likeness_of(run, step.step, each) for step in steps for each in step.suspicions or ())
-            likeness = " and ".join(dict.fromkeys(found))
+            found = (each.looks_like.replace("-", " ") for step in steps for each in step.suspicions or ())
             where = "" if len(runs) == 1 else f" of {run.label}"
-            what = (
-                f"the engine{where} has other weights than the trainer"
-                if likeness == OTHER_WEIGHTS
-                else (f"replayed routes{where} look wrong ({likeness})")
-            )
-            clauses.append(f"{what} from step {steps[0].step} on")
+            likeness = " and ".join(dict.fromkeys(found))
+            clauses.append(f"replayed routes{where} look wrong ({likeness}) from step {steps[0].step} on")
     return clauses
 
 
@@ -106,7 +98,7 @@ def _well(runs: Sequence[Run]) -> list[str]:
 def _mismatch(runs: Sequence[Run]) -> str:
     paired = [run for run in runs if run.num_paired]
     if not paired:
-        return _one_side(runs)
+        return "the mismatch of trainer and rollout engine was not measured both with replay and without at any step"
     shares, k3 = ([[means(run, measure)[side] or 0.0 for side in SIDES] for run in paired] for measure in FOUND)
     native, replayed = zip(*shares, strict=True)
     if not any((*native, *replayed, *(value for pair in k3 for value in pair))):
@@ -121,20 +113,6 @@ def _mismatch(runs: Sequence[Run]) -> str:
     lower = all(high > SAME * low > 0 for high, low in k3)
     factors = span_of([high / low for high, low in k3], _factor) if lower else ""
     return f"replay removes every differing route{f' and lowers k3 {factors} times' if lower else f'; {both}'}"
-
-
-def _one_side(runs: Sequence[Run]) -> str:
-    """Mismatch of runs in which no step was measured both ways."""
-    for side in SIDES:
-        words, other = ("without", "with") if side == "native" else ("with", "without")
-        if any(run.measured[side] for run in runs):
-            shares, k3 = ([means(run, measure)[side] for run in runs] for measure in FOUND)
-            return (
-                f"{words} replay {_shares(shares)} of the routing decisions differ and k3 is "
-                f"{span_of(k3, scientific)} nats per token; what it is {other} replay was not measured at the same "
-                "steps"
-            )
-    return "the mismatch of trainer and rollout engine was not recorded"
 
 
 def _reward(runs: Sequence[Run]) -> list[str]:
@@ -215,16 +193,15 @@ def _page(runs: Sequence[Run]) -> Page:
 
     names = tuple(run_key(runs, place) for place in range(len(runs)))
     colours = [key.colour or "" for key in names]
-    alarms, looks_wrong = _alarms(runs, colours), any(step.suspicions for run in runs for step in run.steps)
+    looks_wrong = any(step.suspicions for run in runs for step in run.steps)
     sections = [
-        *(alarms if looks_wrong else []),
+        *_alarms(runs, colours),
         PageSection(
             heading="Mismatch and reward",
             texts=(ABOUT_SIDES,),
             tables=(summary_table(runs, colours),),
             notes=(RUNS, *ABOUT_MEASURES, *_notes(runs)),
         ),
-        *([] if looks_wrong else alarms),
     ]
     if (loads := load_table(runs)).rows:
         plots = tuple(rank_load_plots(runs))
@@ -274,16 +251,15 @@ def _alarms(runs: Sequence[Run], colours: Sequence[str]) -> list[PageSection]:
     if not watched:
         return []
     judged = sum(max(sum(step.suspicions is not None for step in run.steps) - WARM_UP, 0) for run in runs)
-    suspected, others = suspicion_table(runs, colours), alarm_table(runs, colours)
-    alarmed = [run for run in runs if any(step.alarms or step.suspicions for step in run.steps)]
-    # the next command stands where a reader has the question that it answers
-    next_one = command_table([command for run in alarmed for command in commands_of(run)])
-    tables = tuple(table for table in (suspected, others, next_one) if table.rows)
-    if suspected.rows:
-        texts, notes = (FIRST,) if others.rows else (), (SUSPECTED, ADVICE["sentinel"])
+    suspected, alarmed = (
+        [run for run in runs if any(getattr(step, name) for step in run.steps)] for name in ("suspicions", "alarms")
+    )
+    if suspected or alarmed:
+        # the next command stands where a reader has the question that it answers
+        commands = [command for run in runs if run in suspected + alarmed for command in commands_of(run)]
+        tables = tuple(table for table in (alarm_table(runs, colours), command_table(commands)) if table.rows)
+        texts, notes = ((FIRST,), (SUSPECTED, ADVICE["sentinel"])) if suspected else ((), (ALARMS,))
         return [PageSection(heading="Alarms", texts=texts, tables=tables, notes=notes)]
-    if others.rows:
-        return [PageSection(heading="Alarms", tables=tables, notes=(ALARMS,))]
     of = f" in {', '.join(watched)}; the other runs did not record it" if len(watched) < len(runs) else ""
     well = f" The sentinel tested the replayed routes of {judged} steps, and suspects none." if judged else ""
     return [PageSection(heading="Alarms", texts=(f"No alarm was on{of}.{well}",))]

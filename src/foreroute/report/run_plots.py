@@ -14,20 +14,16 @@ from foreroute.mismatch import LOG10_EDGES
 from foreroute.records import Run, StepRecord
 from foreroute.records.step_record import SIDES, Side
 from foreroute.report.figure import (
-    INCHES,
     SIDE_COLOURS,
     card,
     heat_maps,
     integer_ticks,
     layer_label,
     new_axes,
-    new_figure,
     number_layers,
     percent_axis,
     percent_ticks,
-    ticks,
 )
-from foreroute.report.format import INK
 from foreroute.report.page import Caption, Key, Plot
 from foreroute.report.run_tables import planned_steps
 
@@ -128,7 +124,7 @@ def run_plots(runs: Sequence[Run]) -> list[Plot]:
         plot_lines(said, runs, series_by_run(runs, path), smooth=path == "reward_mean") for path, said in LINES.items()
     )
     mismatch = [_k3(runs), *shares, disagreement_by_layer(runs), _margins(runs)]
-    return [*mismatch, reward, *lines, *update_plots(runs), _expert_load(runs)]
+    return [*mismatch, reward, *lines, *update_plots(runs)]
 
 
 def update_plots(runs: Sequence[Run]) -> list[Plot]:
@@ -250,34 +246,6 @@ def _up_to_all(axes: Any) -> None:
     low = min(axes.get_ylim()[0], 0.99)
     axes.set_ylim(low, 1 + 0.04 * (1 - low))
     percent_ticks(axes.yaxis)
-
-
-def _expert_load(runs: Sequence[Run]) -> Plot:
-    """One panel for each number of ranks."""
-    said = Caption(
-        title="Expert load",
-        sentence=(
-            "Tokens of the busiest rank over the mean of all ranks if experts lay contiguously on that many ranks (1 "
-            "is perfect balance), averaged over micro-steps and layers."
-        ),
-        y_label="busiest rank over mean",
-    )
-    # runs may have been measured for other numbers of ranks
-    ranks = sorted({int(rank) for run in runs for step in run.steps for rank in step.expert_load})
-    if not ranks:
-        return Plot(caption=said)
-    rows = {rank: series_by_run(runs, f"expert_load.{rank}") for rank in ranks}
-    figure = new_figure(INCHES)
-    panels = figure.subplots(len(ranks), sharex=True, squeeze=False)[:, 0]
-    for axes, rank in zip(panels, ranks, strict=True):
-        for line in rows[rank]:
-            axes.plot(line.x, line.y, **style_of(runs, line))
-        axes.set_title(f"{rank} ranks", loc="left", fontsize=10.5, color=INK, pad=3)
-        axes.yaxis.set_major_locator(ticks(4))
-    panels[-1].xaxis.set_major_locator(integer_ticks(6))
-    panels[-1].set_xlabel(said.x_label)
-    figure.supylabel(said.y_label, fontsize=11, color=INK)
-    return card_of_runs(said, figure, runs, [line for lines in rows.values() for line in lines])
 
 
 def _over_mean_GC(loads_MLG: Sequence[Any], num_ranks: int) -> NDArray[np.float64]:

@@ -6,10 +6,9 @@ Most have a column or a chip of its colour for each run; `colours` are those of 
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from statistics import fmean, median
+from statistics import fmean
 from typing import Literal, TypeVar, get_args
 
-from foreroute.mismatch import LooksLike
 from foreroute.records import Run, StepRecord
 from foreroute.records.step_record import (
     SIDES,
@@ -21,7 +20,7 @@ from foreroute.records.step_record import (
     Side,
     SuspicionRecord,
 )
-from foreroute.report.format import ABSENT, WINDOW, flattened, percentage, reward, scientific, step_time
+from foreroute.report.format import WINDOW, flattened, percentage, reward, scientific, step_time
 from foreroute.report.page import Column, Table, TableRow
 
 Measure = Literal["k3", "f2", "differing_share", "differing_tokens_share"]
@@ -33,18 +32,6 @@ ROUTING = {
     "R2": "R2: the update replays the experts that the trainer's own recompute pass selected",
     "R3": "R3, rollout routing replay: recompute and update replay the experts that the rollout engine selected",
 }
-OTHER_WEIGHTS, OTHER_TOKENS, OLDER_WEIGHTS = "other weights", "other tokens", "older weights"
-RISEN = 5.0
-"""k3 of one rollout is called higher from this many times the usual one on."""
-ALIKE = 1.5
-"""k3 of one rollout is called as before up to this many times the usual one."""
-ADVICE_BY_K3 = {
-    OTHER_WEIGHTS: "Look at whether the weights of the policy arrived in the engine.",
-    OTHER_TOKENS: LooksLike.OTHER_SEQUENCE.advice,
-}
-"""What to do where k3 counted weights from tokens."""
-MOST_NAMED = 4
-"""Sequences that a cell names beside the first."""
 ABOUT_MEASURES = (
     "k3 estimates KL(rollout engine || trainer) on the sampled response tokens. F(2) is the share of response tokens "
     "whose two probabilities differ more than twofold.",
@@ -119,24 +106,34 @@ def summary_table(runs: Sequence[Run], colours: Sequence[str] = ()) -> Table:
 
 
 def alarm_table(runs: Sequence[Run], colours: Sequence[str] = ()) -> Table:
-    """For each run its alarms: the steps, what happened and what to do, and the value farthest from its limit."""
+    """For each run what the sentinel suspected and its alarms, by steps in a row: what happened and what to do.
+
+    A row has the first suspicion of its likeness, or the value of an alarm that is farthest from its limit.
+    """
     rows, kinds = [], get_args(AlarmKind)
     for place, run in enumerate(runs):
-        suspects = any(step.suspicions for step in run.steps)
+        colour = colours[place] if colours else ""
+        suspected = _in_a_row((step.step, _by_likeness(step)) for step in run.steps)
+        for likeness, by_step in suspected:
+            first, *others = next(iter(by_step.values()))
+            more = f"; {len(others)} more at once" if others else ""
+            own = [step.sampling for step in run.steps if step.step in by_step and step.sampling]
+            dropped = sum(sampling.dropped_tokens or 0 for sampling in own)
+            left_out = f"; {dropped} response tokens were left out of the updates then" if dropped else ""
+            of_rank = f"rank {first.rank}, " if first.rank else ""
+            what = f"{likeness}: {of_rank}{first.sentence}{more}{left_out}"
+            usual = "" if first.usual is None else f", usual {first.usual:.3g}"
+            cells = (run.label, _span(by_step), what, first.advice, f"{first.share:.3g}{usual}")
+            rows.append(TableRow(cells=cells, colour=colour, tone="problem"))
         found = _in_a_row((step.step, {alarm.kind: alarm for alarm in step.alarms or ()}) for step in run.steps)
-        for kind, by_step in sorted(found, key=lambda episode: kinds.index(episode[0])):
-            # what the sentinel suspected has a table of its own
-            if kind == "sentinel" and suspects:
+        for kind, alarms in sorted(found, key=lambda episode: kinds.index(episode[0])):
+            # what the sentinel suspected has rows of its own
+            if kind == "sentinel" and suspected:
                 continue
-            worst = max(by_step.values(), key=lambda alarm: abs(alarm.value - alarm.threshold))
-            cells = (
-                run.label,
-                _span(by_step),
-                f"{WORDS[kind][:1].upper()}{WORDS[kind][1:]}.",
-                worst.advice,
-                f"{worst.value:.3g}, limit {worst.threshold:.3g}",
-            )
-            rows.append(TableRow(cells=cells, colour=colours[place] if colours else ""))
+            worst = max(alarms.values(), key=lambda alarm: abs(alarm.value - alarm.threshold))
+            what = f"{WORDS[kind][:1].upper()}{WORDS[kind][1:]}."
+            cells = (run.label, _span(alarms), what, worst.advice, f"{worst.value:.3g}, limit {worst.threshold:.3g}")
+            rows.append(TableRow(cells=cells, colour=colour))
     columns = (
         Column("Run"),
         Column("Steps"),
@@ -144,33 +141,6 @@ def alarm_table(runs: Sequence[Run], colours: Sequence[str] = ()) -> Table:
         Column("Advice", kind="words"),
         Column("Worst value"),
     )
-    return Table(columns=columns, rows=tuple(rows))
-
-
-def suspicion_table(runs: Sequence[Run], colours: Sequence[str] = ()) -> Table:
-    """For each run what the sentinel suspected: steps in a row of one likeness, with the first that was seen."""
-    rows = []
-    for place, run in enumerate(runs):
-        counted: set[int] = set()  # steps whose dropped tokens a row has said
-        for likeness, by_step in _in_a_row((step.step, _by_likeness(run, step)) for step in run.steps):
-            since, (first, *others) = next(iter(by_step.items()))
-            at_once = f"; at step {since} also {_named(others)}" if others else ""
-            own = [step.sampling for step in run.steps if step.step in by_step.keys() - counted]
-            dropped = sum(sampling.dropped_tokens or 0 for sampling in own if sampling)
-            counted.update(by_step)
-            left_out = f"; {dropped} response tokens were left out of the updates" if dropped else ""
-            of_rank = f"rank {first.rank}, " if first.rank else ""
-            cells = (
-                run.label,
-                _span(by_step),
-                likeness,
-                f"{of_rank}{first.sentence}{at_once}{left_out}",
-                _k3_beside(run, since, likeness),
-                ADVICE_BY_K3.get(likeness, first.advice),
-            )
-            rows.append(TableRow(cells=cells, colour=colours[place] if colours else "", tone="problem"))
-    headings = ("Looks like", "What was seen first", "k3 without replay", "Advice")
-    columns = (Column("Run"), Column("Steps"), *(Column(heading, kind="words") for heading in headings))
     return Table(columns=columns, rows=tuple(rows))
 
 
@@ -193,56 +163,12 @@ def _span(steps: Collection[int]) -> str:
     return f"{min(steps)} to {max(steps)}" if len(steps) > 1 else str(min(steps))
 
 
-def _by_likeness(run: Run, step: StepRecord) -> dict[str, list[SuspicionRecord]]:
-    """Group the suspicions of a step."""
+def _by_likeness(step: StepRecord) -> dict[str, list[SuspicionRecord]]:
+    """Group the suspicions of a step by what they look like, in words."""
     here: dict[str, list[SuspicionRecord]] = {}
     for each in step.suspicions or ():
-        here.setdefault(likeness_of(run, step.step, each), []).append(each)
+        here.setdefault(each.looks_like.replace("-", " "), []).append(each)
     return here
-
-
-def _named(suspicions: Sequence[SuspicionRecord]) -> str:
-    """Name what else is suspected by its rank and sequence; where that is none, say how many."""
-    sequences = [
-        f"{f'rank {each.rank}, ' if each.rank else ''}sequence {each.sequence}"
-        for each in suspicions
-        if each.sequence is not None
-    ]
-    shown = sequences[:MOST_NAMED]
-    rest = len(suspicions) - len(shown)
-    return "; ".join([*shown, *([f"{rest} more"] if rest else [])])
-
-
-def likeness_of(run: Run, step: int, suspicion: SuspicionRecord) -> str:
-    """Write what a suspicion looks like as words; k3 tells weights from tokens."""
-    beside = _native_k3(run, step)
-    if suspicion.looks_like != LooksLike.UNRELATED or beside is None:
-        return suspicion.looks_like.replace("-", " ")
-    return OTHER_WEIGHTS if beside[0] > RISEN * beside[1] else OTHER_TOKENS
-
-
-def _k3_beside(run: Run, step: int, likeness: str) -> str:
-    """Say what k3 without replay is at a step, and was before; nothing where that is not known."""
-    if (beside := _native_k3(run, step)) is None:
-        return ""
-    now, before = beside
-    figures, is_of_weights = f"{scientific(now)}, {scientific(before)} before", likeness == OLDER_WEIGHTS
-    if now > RISEN * before:
-        return f"{figures}: the weights differ"
-    return (
-        f"{figures}: as before, so that routes alone are wrong"
-        if now <= ALIKE * before and not is_of_weights
-        else figures
-    )
-
-
-def _native_k3(run: Run, step: int) -> tuple[float, float] | None:
-    """Give k3 without replay at a step, and the median of steps before it at which nothing was suspected."""
-    native = {each.step: each.mismatch["native"].k3 for each in run.steps if "native" in each.mismatch}
-    healthy = [
-        native[each.step] for each in run.steps if each.step < step and each.step in native and not each.suspicions
-    ]
-    return (native[step], median(healthy)) if step in native and healthy else None
 
 
 def load_table(runs: Sequence[Run]) -> Table:
@@ -316,9 +242,6 @@ def _loads(steps: Sequence[ExecutionRecord]) -> dict[str, str]:
         return sum(map(value, steps)) / len(steps)
 
     def over_mean(load: Load) -> str:
-        # a mean over some of the steps would look like one over all
-        if any(load not in step.max_over_mean for step in steps):
-            return ABSENT
         return f"{mean(lambda step: step.max_over_mean[load]):.2f}"
 
     def over_bound(grouping: Grouping) -> str:
@@ -327,9 +250,6 @@ def _loads(steps: Sequence[ExecutionRecord]) -> dict[str, str]:
     def megabytes(*kinds: str) -> str:
         return f"{mean(lambda step: sum(step.bytes.get(kind, 0) for kind in kinds)) / 1e6:.3g} MB"
 
-    planned, waited = ([getattr(step, name) or 0.0 for step in steps] for name in ("planning_s", "exposed_planning_s"))
-    # step by step: what one step waits for is not made up by another that hides more
-    hidden_s = sum(max(0.0, planning_s - waited_s) for planning_s, waited_s in zip(planned, waited, strict=True))
     packed = {}
     if all(step.packing for step in steps):
         packed["Experts at home over the bound of any packing, by length"] = over_bound("by_length")
@@ -339,7 +259,6 @@ def _loads(steps: Sequence[ExecutionRecord]) -> dict[str, str]:
     return {
         "Ranks": ", ".join(map(str, sorted({step.ranks for step in steps}))),
         "Busiest rank over mean, experts at home": over_mean("at_home"),
-        "Busiest rank over mean, by the plan": over_mean("planned"),
         "Busiest rank over mean, as executed": over_mean("executed"),
         **packed,
         "Replicas": f"{mean(lambda step: step.replicas or 0):.0f}",
@@ -347,6 +266,4 @@ def _loads(steps: Sequence[ExecutionRecord]) -> dict[str, str]:
         "Gradients moved": megabytes("gradients"),
         "Waited for transfers": step_time(mean(lambda step: step.exposed_transfer_s or 0.0)),
         "Waited for plans": step_time(mean(lambda step: step.exposed_planning_s or 0.0)),
-        # of the time of planning, what no rank waited for
-        "Planning that nothing waited for": percentage(hidden_s / sum(planned) if sum(planned) else None),
     }

@@ -18,7 +18,6 @@ from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
-from scipy.stats import spearmanr
 
 from foreroute.costs.fitting import find_rates, require_distinct_effects, value_of
 from foreroute.costs.model import CostModel, Hardware
@@ -131,7 +130,6 @@ class FitRecord:
     predicted_s: tuple[float, ...]
     median_error: float  # median of |predicted - measured| / measured
     worst_error: float  # the largest
-    rank_correlation: float | None  # as `rank_correlation` of predicted and measured seconds
     before: Mapping[str, float]  # the rates by name before the fit
 
     def as_dict(self) -> dict[str, Any]:
@@ -192,42 +190,18 @@ def fit(
         costs, parameters, lambda costs: predict(measured, config, costs, seconds_of), seconds_V, seconds_V
     )
     require_distinct_effects(found.share_VK, parameters)
-    return fit_record(measured, config, found.costs, parameters, seconds_of)
-
-
-def fit_record(
-    measured: Sequence[Measurement],
-    config: SimulateConfig,
-    costs: CostModel,
-    parameters: Sequence[str],
-    seconds_of: Prediction = simulated_seconds,
-) -> FitRecord:
-    """How well a cost model predicts measurements, of which none need have been fitted."""
-    seconds_V = np.array([one.seconds for one in measured])
-    predicted_V = predict(measured, config, costs, seconds_of)
-    errors_V, configured = np.abs(predicted_V / seconds_V - 1), config.described().costs.hardware
+    predicted_V = predict(measured, config, found.costs, seconds_of)
+    errors_V = np.abs(predicted_V / seconds_V - 1)
     return FitRecord(
-        hardware=costs.hardware,
-        parameters={name: value_of(costs.hardware, name) for name in parameters},
+        hardware=found.costs.hardware,
+        parameters={name: value_of(found.costs.hardware, name) for name in parameters},
         names=tuple(one.name for one in measured),
         measured_s=tuple(seconds_V.tolist()),
         predicted_s=tuple(predicted_V.tolist()),
         median_error=float(np.median(errors_V)),
         worst_error=float(errors_V.max()),
-        rank_correlation=rank_correlation(seconds_V, predicted_V),
-        before={name: value_of(configured, name) for name in parameters},
+        before={name: value_of(costs.hardware, name) for name in parameters},
     )
-
-
-def rank_correlation(a_V: Floats, b_V: Floats) -> float | None:
-    """Spearman's: the correlation of ranks, where equal values share the mean of theirs.
-
-    Returns:
-        From -1 to 1; None where it is not defined, because all values of one side are equal.
-    """
-    if not (np.ptp(a_V) and np.ptp(b_V)):
-        return None
-    return float(spearmanr(a_V, b_V).statistic)
 
 
 def predict(

@@ -123,7 +123,6 @@ class SimulatedMethod(MethodRecord):
         share_of_forced_balance: recompute and update under forced balance, over those of this method. It can exceed 1.
         share_of_bound: the least that any plan can take for these, over those of this method. It cannot exceed 1.
         speedup_over_static: of recompute and update.
-        groups_waiting: share of recompute and update that a group waits for the slowest one, on average.
         moved_bytes: what a GPU sends in a step, on average, by what it is and link: host, node, cluster. Fetches from
             host memory are counted where they arrive.
         gpu_hours: of one step, rollout included.
@@ -135,7 +134,6 @@ class SimulatedMethod(MethodRecord):
     share_of_forced_balance: float
     share_of_bound: float
     speedup_over_static: float
-    groups_waiting: float
     moved_bytes: dict[str, dict[str, float]]
     gpu_hours: float
     gpu_hours_saved: float
@@ -206,25 +204,6 @@ def strongest_other(records: Sequence[Record]) -> Record | None:
     return _fastest(others) if plans and others else None
 
 
-def strongest_priced(records: Sequence[PricedMethod]) -> PricedMethod | None:
-    """As `strongest_other`, where homes that move count too."""
-    plans, others = _balanced(records)
-    return min(others, key=lambda record: record.step_s) if plans and others else None
-
-
-def compared(records: Sequence[Record]) -> list[Record]:
-    """The few methods that plots compare with static: the headline, the fastest plan, the fastest other one."""
-    plans, others = _balanced(records)
-    # the headline may be the fastest plan too, and stands once
-    chosen = [*plans[:1], *(_fastest(group) for group in (plans, others) if group)]
-    return [record for n, record in enumerate(chosen) if record not in chosen[:n]]
-
-
-def fastest_plan(records: Sequence[Record]) -> Record:
-    """The fastest plan of foreroute; the headline where there is none."""
-    return _fastest(_balanced(records)[0] or [headline(records)])
-
-
 def _balanced(records: Sequence[Record]) -> tuple[list[Record], list[Record]]:
     """Plans of foreroute, and the other methods but static."""
     balanced = [record for record in records if record.name != "static"]
@@ -232,4 +211,5 @@ def _balanced(records: Sequence[Record]) -> tuple[list[Record], list[Record]]:
 
 
 def _fastest(records: Sequence[Record]) -> Record:
-    return min(records, key=lambda record: record.training_s)
+    """The fastest in recompute and update, with homes that move where these are priced."""
+    return min(records, key=lambda one: one.step_s if isinstance(one, PricedMethod) else one.training_s)

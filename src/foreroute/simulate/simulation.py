@@ -160,8 +160,6 @@ def _method(
     slowest = [max(of_groups, key=_seconds) for of_groups in zip(*runs, strict=True)]
     recompute_s, update_s = _slowest(runs)
     training_s = recompute_s + update_s
-    # what a group waits for the slowest one is lost to all its GPUs
-    busy_s = sum(float(np.mean([_seconds(run) for run in of_groups])) for of_groups in zip(*runs, strict=True))
     phases = PhaseSeconds(
         # only what the recompute waits for: the rest of planning ran beside the rollout
         planning=max(run.end_s for run, _ in runs) - recompute_s,
@@ -188,7 +186,6 @@ def _method(
         share_of_forced_balance=limits[0] / training_s,
         share_of_bound=limits[1] / training_s,
         speedup_over_static=1.0 if static is None else static.training_s / training_s,
-        groups_waiting=1 - busy_s / training_s,
         moved_bytes=_means([group.moved_bytes for group in groups]) | reduced,
         gpu_hours=hours,
         gpu_hours_saved=0.0 if static is None else static.gpu_hours - hours,

@@ -238,8 +238,7 @@ class Trainer:
         for group in self.optimizer.param_groups:
             group["lr"] = rl.learning_rate * min(1.0, (self.step + 1) / (rl.warmup_steps + 1))
         losses, norms, seen = [], [], [np.zeros((4, 0))]
-        agreement_M2, micro_step_S = np.zeros((len(mini_batches), 2)), np.full(len(trained_S), -1)
-
+        agreement_M2 = np.zeros((len(mini_batches), 2))
         for mini_batch in mini_batches:
             sequences = np.concatenate(mini_batch.micro_steps)
             lengths_S = trained_S[sequences]
@@ -249,7 +248,6 @@ class Trainer:
             with nullcontext() if routes is None else execution.running(mini_batch):
                 # gradients add up over micro-steps, and are averaged over ranks
                 for number, sequences in enumerate(mini_batch.micro_steps):
-                    micro_step_S[sequences] = micro_step_S.max() + 1
                     with ExitStack() as replaying:
                         if routes is not None:
                             taken = execution.to_replay(number, inputs(routes.select(sequences)))
@@ -283,7 +281,7 @@ class Trainer:
             self.optimizer.zero_grad(set_to_none=True)
 
         loss_mean, norm_mean = float(np.mean(losses or [0.0])), float(np.mean(norms or [0.0]))
-        return Updated(loss_mean, norm_mean, np.concatenate(seen, axis=1), micro_step_S, agreement_M2)
+        return Updated(loss_mean, norm_mean, np.concatenate(seen, axis=1), agreement_M2)
 
     def state(self) -> dict[str, Any]:
         """Give everything that a resumed run needs, on rank 0; randomness follows from the seed and the step.

@@ -23,7 +23,6 @@ from foreroute.mismatch import (
     token_mismatch,
 )
 from foreroute.plan import StepPlan
-from foreroute.plan.counts import contiguous_imbalance
 from foreroute.plan.options import PassName
 from foreroute.records import StepRecord
 from foreroute.records.step_record import (
@@ -32,14 +31,12 @@ from foreroute.records.step_record import (
     Grouping,
     Load,
     MismatchRecord,
-    NumRanks,
     PassRecord,
     SamplingRecord,
     Side,
     SuspicionRecord,
 )
 from foreroute.trace import RoutedLayer, RoutingTrace, concatenate
-from foreroute.trace.operations import count_assignments
 from foreroute.train.objective import importance_of
 from foreroute.train.policy import Alone
 
@@ -88,7 +85,6 @@ class Updated:
     loss: float  # mean over mini-batches, of all ranks
     grad_norm: float  # mean over mini-batches, before clipping, of all ranks
     tokens_4R: NDArray[np.float64]  # of the trained tokens of this rank, what `objective.importance_of` takes
-    micro_step_S: NDArray[np.int64]  # [S], the micro-step of each sequence of this rank; -1 where it was left out
     # for each mini-batch, (token, layer) of this rank whose live top-k is another than the replayed set, and all of
     # them; 0 where nothing is replayed, or it was not watched
     agreement_M2: NDArray[np.float64]
@@ -129,7 +125,6 @@ def merged(parts: list[StepPart]) -> StepPart:
     updated = replace(
         updates[0],
         tokens_4R=np.concatenate([each.tokens_4R for each in updates], axis=1),
-        micro_step_S=np.concatenate([each.micro_step_S for each in updates]),
         agreement_M2=np.sum([each.agreement_M2 for each in updates], axis=0),
     )
     watched = [part.suspicions for part in parts if part.suspicions is not None]
@@ -156,13 +151,6 @@ def step_record(
     differing, cells = updated.agreement_M2[updated.agreement_M2[:, 1] > 0].T
     peak = {"peak_memory_bytes": whole.peak_bytes} if device.type == "cuda" else {}
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else platform.machine()
-    expert_load: dict[NumRanks, float] = {}
-    trained = np.flatnonzero(updated.micro_step_S >= 0)
-    if len(trained):
-        counts = count_assignments(generation.trace.select(trained), updated.micro_step_S[trained])
-        for ranks in get_args(NumRanks):
-            if counts.shape[-1] % int(ranks) == 0:
-                expert_load[ranks] = contiguous_imbalance(counts, int(ranks))
     return StepRecord(
         step=step,
         weight_version=max(generation.trace.versions),
@@ -180,7 +168,6 @@ def step_record(
         mismatch={side: mismatch_record(*mismatch_of(generation, each), layers) for side, each in passes.items()},
         margins_LB=margin_histogram(passes["native"].margins_NL).tolist() if "native" in passes else None,
         live_agreement=(1 - differing / cells).tolist() if len(cells) else None,
-        expert_load=expert_load,
         importance=importance,
         sampling=SamplingRecord(
             responses=len(rewards_S),
