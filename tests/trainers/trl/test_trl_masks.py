@@ -84,7 +84,7 @@ def test_old_update_and_reference_passes_are_scored_on_the_sets_of_the_rollout(f
 
 
 def test_log_probs_made_past_the_head_are_noticed():
-    with pytest.raises(ReplayError, match=r"sampling.*replayed"), scored_on_sampling_masks(None):
+    with pytest.raises(ReplayError, match=r"sampling.*replayed"), scored_on_sampling_masks([None]):
         pass
 
 
