@@ -26,7 +26,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 from accelerate.utils import gather_object, is_peft_model
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn.utils.rnn import pad_sequence
 
 from foreroute.adapters import hf
@@ -43,7 +43,6 @@ from foreroute.trainers.mismatch_sums import MismatchSums
 from foreroute.trainers.sentinel import RolloutSentinel, Watching, kept_tokens
 from foreroute.trainers.trl.capture import RolloutCapture
 from foreroute.trainers.trl.masked_head import scored_on_sampling_masks
-from foreroute.trainers.trl.partitioned import whole_where_run
 from foreroute.trainers.trl.planning import PlannedWindows
 from foreroute.trainers.trl.rollout import LOGPROBS, LOGPROBS_OF_TRL, Decisions, Rollout
 from foreroute.trainers.trl.settings import Replay, require_supported
@@ -117,7 +116,7 @@ class TrainerPassController:
             require_supported(trainer, replay)
             self._policy = self._unwrapped(trainer.model)
             self._is_reference = _is_reference(self._policy)
-            with whole_where_run(self._policy):
+            with _whole_where_run(self._policy):
                 self.routed = attached = hf.attach(self._policy)
         self.capture = RolloutCapture(trainer, attached, replay, self._guard)
         with self._guard:
@@ -439,3 +438,39 @@ def _is_reference(policy: Any) -> Callable[[], bool]:
         return policy.active_adapter != trained or any(layer.disable_adapters for layer in layers)
 
     return is_off
+
+
+@contextmanager
+def _whole_where_run(policy: nn.Module) -> Iterator[None]:
+    """While the context is open, each layer has its parameters whole while it runs, and what is in no layer its own.
+
+    At DeepSpeed's ZeRO stage 3 transformers deals them out where it loads a model for a trainer, and training puts
+    hooks on it that gather them. This is for forwards in between.
+    """
+    running: list[AbstractContextManager[Any]] = []  # of modules that run in one another
+
+    def gather(parameters: list[nn.Parameter], *_: Any) -> None:
+        import deepspeed
+
+        running.append(deepspeed.zero.GatheredParameters(parameters))
+        running[-1].__enter__()
+
+    def release(*_: Any) -> None:
+        running.pop().__exit__(None, None, None)
+
+    with ExitStack() as stack:
+        for module, parameters in _gathered_together(policy):
+            if any(hasattr(parameter, "ds_id") for parameter in parameters):
+                stack.callback(module.register_forward_pre_hook(partial(gather, parameters)).remove)
+                stack.callback(module.register_forward_hook(release, always_call=True).remove)
+        yield
+
+
+def _gathered_together(module: nn.Module) -> Iterator[tuple[nn.Module, list[nn.Parameter]]]:
+    # whole layers, as PEFT's wrappers read parameters of what they wrap; elsewhere each module and its own
+    if isinstance(module, nn.ModuleList):
+        yield from ((layer, list(layer.parameters())) for layer in module)
+        return
+    yield module, list(module.parameters(recurse=False))
+    for child in module.children():
+        yield from _gathered_together(child)
