@@ -214,7 +214,7 @@ class TrainerPassController:
 
     def flush(self) -> dict[str, float]:
         """Read what is to be logged of all processes, and start anew. A collective call, for which the host waits."""
-        logs = {} if self._windows is None else self._windows.sums.flush()
+        logs = {} if self._windows is None else self._windows.flush()
         if self._sentinel is not None:
             found = judge_together(self._sentinel.judge, self._over_processes)
             self._suspected += len(found)
@@ -288,7 +288,7 @@ class TrainerPassController:
 
     def _executing_plan(
         self, windows: PlannedWindows, now: LogprobPass, found: Sequence[Decisions]
-    ) -> AbstractContextManager[None]:
+    ) -> AbstractContextManager[object]:
         """Open a plan of the old-log-prob pass, until it has run; or see to that of the window of an update."""
         if now.is_update:
             rollout = self._current_rollout()
