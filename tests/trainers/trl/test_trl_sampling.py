@@ -15,7 +15,7 @@ from foreroute.trainers.trl.capture_generate import SampledTokens
 from tests.tiers import grid
 from tests.trainers.trl.test_trl_masks import SCORES_ON_SETS
 from tests.trainers.trl.trl_runs import logged, make, trained
-from tests.trainers.trl.vllm_fakes import COLOCATE, SERVER, as_they_are, colocated, served
+from tests.trainers.trl.vllm_fakes import COLOCATE, SERVER, colocated, served
 
 PROMPT = torch.tensor([[3, 4, 3, 5, 3]] * 2)
 LEFT_OUT = [
@@ -66,8 +66,8 @@ def test_scores_that_generate_moves_in_a_way_that_no_set_shows_are_refused(folde
 def test_settings_that_no_set_shows_are_refused_under_r3_alone(mode, settings, message, folder, monkeypatch):
     for replay, outcome in (("R3", pytest.raises(ConfigError, match=message)), ("none", nullcontext())):
         with monkeypatch.context() as patch:
-            colocated(patch, as_they_are)
-            served(patch, as_they_are)
+            colocated(patch)
+            served(patch)
             with outcome:
                 make(folder, replay=replay, **mode, **settings)
 
@@ -79,7 +79,7 @@ def test_cuts_by_settings_and_generation_kwargs_bring_the_masks_of_a_colocated_v
     k3 = {}
     for replay in ("R3", "none"):
         with monkeypatch.context() as patch:
-            colocated(patch, as_they_are)
+            colocated(patch)
             settings = {"top_p": 0.5, "generation_kwargs": {"top_k": 30, "seed": 1}, **COLOCATE}
             trainer = trained(folder, replay=replay, max_steps=1, **settings)
             k3[replay] = logged(trainer, "mismatch/k3")[0]
