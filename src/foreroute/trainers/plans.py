@@ -42,8 +42,8 @@ class PlannedPasses:
     ) -> Iterator[Callable[[], None]]:
         """Run these micro-batches of this rank under a plan of all ranks. A collective call on entering and leaving.
 
-        While a thread of the first rank plans, so many run at home. Behind them call what this gives, a collective
-        call too, which waits until the plan is made.
+        While a thread of the first rank plans, the first `num_at_home` run at home. Behind them call what this gives, a
+        collective call too, which waits until the plan is made.
         """
         routed, home_LE = self._routed, self._routed.home_LE
         counts_MLGE = routed.gather_counts(micro_batches)
