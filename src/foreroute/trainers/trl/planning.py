@@ -21,10 +21,10 @@ from foreroute.trainers.plans import PlannedPasses
 
 
 class PlannedWindows(PlannedPasses):
-    """Executes the passes of one trainer under plans for ranks that share experts.
+    """Plans of the passes of one trainer.
 
-    With rates, a pass runs at homes where its plan saves too little. Raises `AttachError` when foreroute does not
-    spread the experts of the policy, and `ConfigError` for ranks, or slots, that no plan can be made for.
+    Raises `AttachError` when foreroute does not spread the experts of the policy, and `ConfigError` for ranks, or
+    slots, that no plan can be made for.
     """
 
     def __init__(self, trainer: Any, routed: RoutedTransformer, planned_for: Topology | Cluster) -> None:
