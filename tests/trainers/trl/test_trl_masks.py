@@ -86,7 +86,7 @@ def test_old_update_and_reference_passes_are_scored_on_the_sets_of_the_rollout(f
 def test_log_probs_made_past_the_head_and_of_more_forwards_are_noticed():
     with pytest.raises(ReplayError, match=r"sampling.*replayed"), scored_on_sampling_masks([None]):
         pass
-    with pytest.raises(ReplayError, match="more than the 0 forwards"), scored_on_sampling_masks([]):
+    with pytest.raises(ReplayError, match=r"more.*forwards"), scored_on_sampling_masks([]):
         getattr(utils, HEAD).apply(None, None, None)
 
 
