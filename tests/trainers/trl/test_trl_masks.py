@@ -83,9 +83,14 @@ def test_old_update_and_reference_passes_are_scored_on_the_sets_of_the_rollout(f
     assert seen[False] == 2 * seen[True] > 0  # an old and an update pass, and one of the reference
 
 
-def test_log_probs_made_past_the_head_are_noticed():
-    with pytest.raises(ReplayError, match=r"sampling.*replayed"), scored_on_sampling_masks(None):
+def test_log_probs_made_past_the_head_and_of_more_forwards_are_noticed():
+    with pytest.raises(ReplayError, match=r"sampling.*replayed"), scored_on_sampling_masks([None]):
         pass
+    with pytest.raises(ReplayError, match=r"more.*forwards"), scored_on_sampling_masks([]):
+        getattr(utils, HEAD).apply(None, None, None)
+
+
+TOOL = 2
 
 
 def without_masks(prompts, trainer):
@@ -93,7 +98,6 @@ def without_masks(prompts, trainer):
     return {**output, "routed_experts": [each.without_streams(SAMPLING) for each in output["routed_experts"]]}
 
 
-@pytest.mark.slow
 def with_a_tool(without, env_masks=None):
     """A `rollout_func` of our engine with an `env_mask`, whose traces lack the masks of some tokens."""
     sample = rollout_with(EmbeddedEngine(policy(), "float32"))
@@ -111,43 +115,17 @@ def with_a_tool(without, env_masks=None):
     return roll_out
 
 
-TOOL = 2
-
-
-class PastTheHead(GRPOTrainer):
-    """Its forward leaves TRL's head out, so that the masks are dropped."""
-
-    def _compute_loss(self, model, inputs):
-        kept = getattr(utils, HEAD)
-        fused = model.forward
-
-        def own(*args, **kwargs):
-            stand_in = getattr(utils, HEAD)
-            setattr(utils, HEAD, kept)
-            try:
-                return fused(*args, **kwargs)
-            finally:
-                setattr(utils, HEAD, stand_in)
-
-        model.forward = own
-        try:
-            return super()._compute_loss(model, inputs)
-        finally:
-            model.forward = fused
-
-
 @pytest.mark.slow
 @grid(
     ("settings", "error", "message"),
     [
-        ({"kind": PastTheHead}, ReplayError, r"sampling.*replayed"),
         ({"rollout_func": without_masks}, ReplayError, r"top_p = 0.8.*rollout"),
         ({"rollout_func": with_a_tool(TOOL + 1)}, TraceContentError, "sampling mask"),
         ({"rollout_func": with_a_tool(TOOL, [[1, 0, 1]] * 8)}, BatchMismatchError, r"env_mask.*completions"),
     ],
-    ids=["dropped", "none", "not of a sampled token", "env_mask"],
+    ids=["none", "not of a sampled token", "env_mask"],
     quick=2,
 )
-def test_masks_that_are_missing_or_dropped_are_noticed(settings, error, message, folder):
+def test_masks_that_are_missing_are_noticed(settings, error, message, folder):
     with pytest.raises(error, match=message):
         make(folder, max_steps=1, top_p=0.8, **settings).train()

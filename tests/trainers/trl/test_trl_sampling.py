@@ -11,53 +11,40 @@ from transformers.generation import logits_process as of
 
 from examples.trl.tiny import policy
 from foreroute.errors import ConfigError
-from foreroute.trainers.trl.settings import LEAVING_OUT
+from foreroute.trainers.trl.capture_generate import SampledTokens
 from tests.tiers import grid
 from tests.trainers.trl.test_trl_masks import SCORES_ON_SETS
 from tests.trainers.trl.trl_runs import logged, make, trained
-from tests.trainers.trl.vllm_fakes import COLOCATE, SERVER, as_they_are, colocated, served
+from tests.trainers.trl.vllm_fakes import COLOCATE, SERVER, colocated, served
+
+PROMPT = torch.tensor([[3, 4, 3, 5, 3]] * 2)
+LEFT_OUT = [
+    of.TopKLogitsWarper(4),
+    of.TypicalLogitsWarper(0.5),
+    of.SuppressTokensLogitsProcessor([4, 5]),
+    of.ForcedEOSTokenLogitsProcessor(6, torch.tensor([1])),
+    of.LogitNormalization(),
+]
+MOVED = [
+    of.RepetitionPenaltyLogitsProcessor(1.3),
+    of.TemperatureLogitsWarper(0.99),
+    of.SequenceBiasLogitsProcessor([[[7], 0.01]]),
+]
 
 
-def test_processors_that_are_trusted_keep_the_distances_of_what_they_leave():
-    """Each on random scores of a vocabulary of 12, at the first token behind a prompt."""
-    prompt, end = torch.tensor([[3, 4, 3, 5, 3]] * 2), torch.tensor([1])
-    processors = [
-        of.EncoderNoRepeatNGramLogitsProcessor(2, prompt),
-        of.EpsilonLogitsWarper(0.05),
-        of.EtaLogitsWarper(0.2),
-        of.ForcedBOSTokenLogitsProcessor(6),
-        of.ForcedEOSTokenLogitsProcessor(6, end),
-        of.MinLengthLogitsProcessor(9, end),
-        of.MinNewTokensLengthLogitsProcessor(5, 2, end),
-        of.MinPLogitsWarper(0.3),
-        of.NoBadWordsLogitsProcessor([[7], [3, 8]], end),
-        of.NoRepeatNGramLogitsProcessor(2),
-        of.PrefixConstrainedLogitsProcessor(lambda sequence, tokens: [2, 9, 11], 1),
-        of.SuppressTokensAtBeginLogitsProcessor([2, 3], 5),
-        of.SuppressTokensLogitsProcessor([4, 5]),
-        of.TopHLogitsWarper(0.5),
-        of.TopKLogitsWarper(4),
-        of.TopPLogitsWarper(0.6),
-        of.TypicalLogitsWarper(0.5),
-    ]
-    assert {type(each).__name__ for each in processors} == LEAVING_OUT
-    scores = 2 * torch.randn(2, 12, generator=torch.Generator().manual_seed(3), dtype=torch.float64)
-    for each in processors:
-        ids = prompt[:, :1] if isinstance(each, of.ForcedBOSTokenLogitsProcessor) else prompt
-        for before, after in zip(scores, each(ids, scores.clone()), strict=True):
-            left = after != -torch.inf
-            assert 0 < left.sum() < 12, each
-            moved = (after - before)[left]
-            assert (moved - moved[0]).abs().max() < 1e-12, each
-    penalty = of.RepetitionPenaltyLogitsProcessor(1.3)(prompt, scores.clone()) - scores  # the control
-    assert (penalty - penalty[:, :1]).abs().max() > 0.1
+@pytest.mark.parametrize("others", [*([each] for each in LEFT_OUT), LEFT_OUT, *([each] for each in MOVED)], ids=str)
+def test_processors_may_leave_tokens_out_and_not_change_the_distances_of_others(others):
+    scores, sampled = 9 * torch.randn(2, 12, generator=torch.Generator().manual_seed(3)), SampledTokens(0.7)
+    for each in (sampled.begin_step, of.TemperatureLogitsWarper(0.7), *others, sampled):
+        scores = each(PROMPT, scores)
+    assert bool(sampled.is_moved) == (others[0] in MOVED)
 
 
-def test_generate_is_refused_before_it_samples_what_no_set_shows(folder):
+def test_scores_that_generate_moves_in_a_way_that_no_set_shows_are_refused(folder):
     model = policy()
     model.generation_config.repetition_penalty = 1.3  # as a checkpoint's file would
     trainer = make(folder, model=model, generation_kwargs={"repetition_penalty": None})
-    with pytest.raises(ConfigError, match="RepetitionPenaltyLogitsProcessor"):
+    with pytest.raises(ConfigError, match=r"change scores.*penalty"):
         trainer.train()
 
 
@@ -79,8 +66,8 @@ def test_generate_is_refused_before_it_samples_what_no_set_shows(folder):
 def test_settings_that_no_set_shows_are_refused_under_r3_alone(mode, settings, message, folder, monkeypatch):
     for replay, outcome in (("R3", pytest.raises(ConfigError, match=message)), ("none", nullcontext())):
         with monkeypatch.context() as patch:
-            colocated(patch, as_they_are)
-            served(patch, as_they_are)
+            colocated(patch)
+            served(patch)
             with outcome:
                 make(folder, replay=replay, **mode, **settings)
 
@@ -92,7 +79,7 @@ def test_cuts_by_settings_and_generation_kwargs_bring_the_masks_of_a_colocated_v
     k3 = {}
     for replay in ("R3", "none"):
         with monkeypatch.context() as patch:
-            colocated(patch, as_they_are)
+            colocated(patch)
             settings = {"top_p": 0.5, "generation_kwargs": {"top_k": 30, "seed": 1}, **COLOCATE}
             trainer = trained(folder, replay=replay, max_steps=1, **settings)
             k3[replay] = logged(trainer, "mismatch/k3")[0]

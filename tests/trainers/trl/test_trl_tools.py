@@ -10,10 +10,10 @@ import pytest
 import torch
 
 from examples.trl.tiny import agent
-from foreroute.capture import Generation, Sampling
+from foreroute.capture import Generation
 from foreroute.engines.embedded import EmbeddedEngine
 from foreroute.errors import BatchMismatchError, ReplayError
-from foreroute.trace import RoutingTrace, concatenate
+from foreroute.trace import RoutedLayer, RoutingSpec, RoutingTrace, concatenate
 from foreroute.trainers.trl.capture import Turn, join_turns
 from tests.tiers import grid
 from tests.trainers.given_experts import drawn_anew, native
@@ -83,20 +83,11 @@ def test_gradients_are_those_of_sampled_tokens_under_the_routes_of_their_turns(s
     assert not own or logged(trainer, "mismatch/k3")[0] < 1e-9
 
 
-@pytest.fixture(scope="module")
-def spec():
-    return EmbeddedEngine(agent()).generate([np.array([5, 6], np.int32)], Sampling(1, 1), torch.Generator()).trace.spec
-
-
-def turn_of(spec, number, prompts, responses):
-    """A turn whose rows hold its number, as the first expert, and their position."""
-    sequences = [p + r for p, r in zip(prompts, responses, strict=True)]
-    others = [e for e in range(8) if e != number]
-    rows = [np.array([[[number, others[p % 7]]] * 3 for p in range(len(t))]) for t in sequences]
-    valid = [np.arange(len(t)) < len(t) - 1 for t in sequences]
-    versions = [np.zeros(len(t), np.int64) for t in sequences]
-    trace = RoutingTrace.from_rows(spec, sequences, rows, valid=valid, weight_versions=versions)
-    return Turn([len(p) for p in prompts], trace, [np.full(len(r), -1.0 - number, np.float32) for r in responses])
+def turn_of(prompts, responses):
+    sequences = [np.array(prompt + response, np.int32) for prompt, response in zip(prompts, responses, strict=True)]
+    routes = [np.tile([0, 1], (len(tokens) - 1, 1, 1)) for tokens in sequences]
+    spec = RoutingSpec(8, 2, (RoutedLayer(0),))
+    return Turn([len(prompt) for prompt in prompts], RoutingTrace.from_sequences(spec, sequences, routes))
 
 
 @pytest.mark.parametrize(
@@ -109,9 +100,9 @@ def turn_of(spec, number, prompts, responses):
     ],
     ids=["other-tokens", "twice", "missing", "no-turn"],
 )
-def test_turns_of_other_tokens_are_refused(second, final, error, message, spec):
-    turns = [] if second is None else [turn_of(spec, 0, [[5, 6]], [[7]])]
+def test_turns_of_other_tokens_are_refused(second, final, error, message):
+    turns = [] if second is None else [turn_of([[5, 6]], [[7]])]
     if second:
-        turns.append(turn_of(spec, 1, [tokens[:-1] for tokens in second], [tokens[-1:] for tokens in second]))
+        turns.append(turn_of([tokens[:-1] for tokens in second], [tokens[-1:] for tokens in second]))
     with pytest.raises(error, match=message):
         join_turns(turns, [np.array(final, np.int32)], [2])

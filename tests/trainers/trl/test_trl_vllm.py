@@ -11,7 +11,7 @@ import pytest
 from foreroute.errors import CaptureError
 from tests.trainers.trl import tools_runs
 from tests.trainers.trl.trl_runs import logged, trained
-from tests.trainers.trl.vllm_fakes import COLOCATE, SERVER, as_they_are, colocated, served
+from tests.trainers.trl.vllm_fakes import COLOCATE, SERVER, colocated, served
 
 MODES = {"colocate": (colocated, COLOCATE), "server": (served, SERVER)}
 
@@ -24,7 +24,7 @@ def test_routes_of_vllm_are_replayed_turn_by_turn_and_measured(mode, folder, mon
     first = {}
     for replay in ("none", "R3"):
         with monkeypatch.context() as patch:
-            fake(patch, as_they_are)
+            fake(patch)
             trainer = tools_runs.trained(folder, replay=replay, **settings)
         assert sum(not sampled[20:].all() for _, sampled, _ in tools_runs.sequences_of(trainer)) > 1
         first[replay] = {name: logged(trainer, f"mismatch/{name}")[0] for name in ("k3", "disagreement")}
@@ -35,7 +35,7 @@ def test_routes_of_vllm_are_replayed_turn_by_turn_and_measured(mode, folder, mon
 
 @pytest.mark.slow
 def test_a_server_that_returns_no_routes_is_refused_with_the_flag_to_start_it_with(folder, monkeypatch):
-    served(monkeypatch, as_they_are, returns_routes=False)
+    served(monkeypatch, returns_routes=False)
     with pytest.raises(CaptureError, match="--enable-return-routed-experts"):
         trained(folder, **SERVER)
 

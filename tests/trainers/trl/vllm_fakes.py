@@ -28,22 +28,13 @@ ASKS_VLLM = hasattr(VLLMClient, "_post")
 """Whether TRL's client asks vLLM's server, as from 1.11 on."""
 
 
-def as_they_are(routes):
-    return routes
-
-
 class Sampler:
-    """What both modes share: weights in, sequences out.
+    """What both modes share: weights in, sequences out."""
 
-    Args:
-        change: applied to the list of routes, uint8 [T - 1, L, K] each.
-    """
-
-    def __init__(self, change):
+    def __init__(self):
         self._engine = EmbeddedEngine(policy(seed=9), "bfloat16")
         self._generator = torch.Generator().manual_seed(5)
-        self._weights, self._change = {}, change
-        self.loads = 0
+        self._weights, self._loads = {}, 0
 
     def load_weights(self, named):
         for name, tensor in named:
@@ -51,14 +42,14 @@ class Sampler:
 
     def sample(self, prompts, *, count, max_tokens, temperature, **cuts):
         """(prompt, response, log-probs, routes, sets or None) of `count` responses to each prompt."""
-        self._engine.load_weights(self._weights, self.loads)
-        self.loads += 1
+        self._engine.load_weights(self._weights, self._loads)
+        self._loads += 1
         sampling = Sampling(max_tokens, END, count, temperature, **cuts)
         prompts = [np.array(prompt, np.int32) for prompt in prompts]
         generation = self._engine.generate(prompts, sampling, self._generator)
         logprobs = np.split(generation.logprobs_R, np.cumsum(generation.response_lengths)[:-1])
         traces = [generation.trace.select([s]) for s in range(len(generation))]
-        routes = self._change([trace.expert_ids_NLK[trace.valid_N] for trace in traces])
+        routes = [trace.expert_ids_NLK[trace.valid_N] for trace in traces]
         sets = [None if SAMPLING not in trace.streams else sets_of(trace.streams[SAMPLING]) for trace in traces]
         return [
             (prompts[s // count].tolist(), generation.response(s).tolist(), logprobs[s].tolist(), routes[s], sets[s])
@@ -72,14 +63,13 @@ def sets_of(masks):
     return [lists[row] or list(range(masks.num_choices)) for row in np.flatnonzero(masks.valid_N)]
 
 
-def colocated(monkeypatch, change):
-
+def colocated(monkeypatch):
     class LLM:
         def __init__(self, *, enable_return_routed_experts=False, return_sampling_mask=False, **settings):
             assert settings["logprobs_mode"] == "processed_logprobs"
             self._returns_masks = return_sampling_mask
             self._returns_routes = enable_return_routed_experts
-            self._sampler = Sampler(change)
+            self._sampler = Sampler()
             runner = SimpleNamespace(model=SimpleNamespace(load_weights=self._sampler.load_weights))
             executor = SimpleNamespace(driver_worker=SimpleNamespace(model_runner=runner))
             lengths = SimpleNamespace(max_model_len=256)
@@ -116,7 +106,7 @@ def colocated(monkeypatch, change):
     return LLM
 
 
-def served(monkeypatch, change, *, returns_routes=True):
+def served(monkeypatch, *, returns_routes=True):
     """Have TRL's own client find a server: everything but the request itself is TRL's code."""
 
     class Client(VLLMClient):
@@ -124,7 +114,7 @@ def served(monkeypatch, change, *, returns_routes=True):
             if not ASKS_VLLM:
                 pytest.skip("this TRL asks a server of its own")
             self.base_url, self.model = base_url, "tiny"
-            self._sampler = Sampler(change)
+            self._sampler = Sampler()
 
         def init_communicator(self, device):
             pass

@@ -11,28 +11,31 @@ import torch
 from accelerate.utils import is_peft_model
 from numpy.typing import NDArray
 from torch import Tensor
-from transformers import LogitsProcessor, LogitsProcessorList
+from transformers import LogitNormalization, LogitsProcessor, LogitsProcessorList, TemperatureLogitsWarper
 
 from foreroute.adapters.hf import RoutedTransformer
 from foreroute.capture.sampling_masks import masks_of_steps
 from foreroute.core.hooks import overridden
-from foreroute.errors import ForerouteError, ReplayError
+from foreroute.errors import ConfigError, ForerouteError, ReplayError
 from foreroute.replay import Recording
 from foreroute.trace import SAMPLING, RoutingTrace
 from foreroute.trainers.trl.rollout_func import join_tokens
-from foreroute.trainers.trl.settings import leaves_out
 
 REMEDY = "return the routes from a rollout_func, or take replay='R2'"
 
 PROCESSORS = "_get_logits_processor"
 """Method of a transformers model that lists what changes scores before a token is drawn; a caller's come first."""
 
+MOST_MOVED = 1e-4
+"""Nats by which rounding may change the distance of two scores."""
+
 
 class GenerateSource:
     """Watches the generations of one model.
 
-    At a `temperature`, that R3 scores sampled tokens at, the sets that they were drawn from are kept too. Without one,
-    what cannot be watched is sampled once more by itself, from the same random numbers, before the error is raised.
+    At a `temperature`, that R3 scores sampled tokens at, the sets that they were drawn from are kept too, and what else
+    changes scores is refused. Without one, what cannot be watched is sampled once more by itself, from the same random
+    numbers, before the error is raised.
     """
 
     def __init__(self, routed: RoutedTransformer, *, indexers: bool, temperature: float | None) -> None:
@@ -70,19 +73,28 @@ class GenerateSource:
         except ReplayError as error:
             raise ReplayError(f"the model's generate() is not one that can be watched: {REMEDY}. {error}") from error
         host = sampled.logprobs_of(sequences).cpu().numpy()
+        if bool(sampled.is_moved):
+            raise ConfigError(
+                "generation_kwargs or the model's generation_config change scores in a way that no sampling mask "
+                f"shows, as a penalty, a bias, or another temperature than {self._temperature}, that TRL scores at, so "
+                "that R3 would score others than those that tokens were drawn with; leave it out, set temperature in "
+                "GRPOConfig, or take replay='R2'"
+            )
         if sampled.masks:
             lengths = [np.array(list(map(len, each)), np.int64) for each in (prompts, completions)]
             trace = trace.with_stream(SAMPLING, masks_of_steps(sampled.kept, sampled.num_choices, *lengths))
         return trace, [host[s, : len(completion)] for s, completion in enumerate(completions)]
 
     def _generate(self, generate: Callable[..., Tensor], *args: Any, **kwargs: Any) -> Tensor:
-        sampled = SampledTokens()
+        sampled = SampledTokens(self._temperature)
         random = torch.get_rng_state(), torch.cuda.get_rng_state_all()
 
         def with_ours(make: Callable[..., LogitsProcessorList], *args: Any, **kwargs: Any) -> LogitsProcessorList:
             processors = make(*args, **kwargs)
-            sampled.masks = self._temperature is not None and leaves_out(processors, self._temperature)
-            return LogitsProcessorList([*processors, sampled])
+            # a min_p of 0 leaves nothing out, and sets of the whole vocabulary are large
+            others = [each for each in processors if type(each) not in (TemperatureLogitsWarper, LogitNormalization)]
+            sampled.masks = self._temperature is not None and any(getattr(each, "min_p", None) != 0 for each in others)
+            return LogitsProcessorList([sampled.begin_step, *processors, sampled])
 
         try:
             with (
@@ -102,21 +114,37 @@ class GenerateSource:
 
 
 class SampledTokens(LogitsProcessor):
-    """The last processor: keeps the log-probability of every sampled token, and its set, and changes no score."""
+    """The last processor: keeps the log-probability of every sampled token, and its set, and changes no score.
 
-    def __init__(self) -> None:
+    At a temperature, it sees whether the tokens that are left have the distances that the model gave them.
+    """
+
+    def __init__(self, temperature: float | None) -> None:
         self.masks = False  # whether to keep the sets
         self.kept: list[tuple[NDArray[np.int64], NDArray[np.int64]]] = []  # of each step, sequences and tokens left
         self.num_choices = 0  # tokens of the vocabulary, once there was a step
+        self.is_moved: Tensor | bool = False  # whether processors did more than to leave tokens out
+        self._temperature = temperature
+        self._wanted: Tensor | None = None  # [B, V], the model's scores of the step at the temperature
         self._last: Tensor | None = None  # [B, V], log-probs of the step whose tokens are not known yet
         self._sampled: list[Tensor] = []  # of each step, [B]
+
+    def begin_step(self, input_ids: Tensor, scores: Tensor) -> Tensor:
+        """Stand before all processors, and see what the model gives."""
+        self._wanted = None if self._temperature is None else scores / self._temperature
+        return scores
 
     def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
         self._add_logprobs(input_ids[:, -1])  # of the tokens of the step before, which are known now
         self._last = scores.float().log_softmax(-1)
+        is_left = scores != -torch.inf
+        if self._wanted is not None:
+            moved = scores - self._wanted
+            highest, lowest = moved.masked_fill(~is_left, -torch.inf), moved.masked_fill(~is_left, torch.inf)
+            self.is_moved = self.is_moved | (highest.amax(-1) - lowest.amin(-1) > MOST_MOVED).any()
         if self.masks:
             self.num_choices = scores.shape[1]
-            sequences, ids = torch.nonzero(scores != -torch.inf).cpu().numpy().T
+            sequences, ids = torch.nonzero(is_left).cpu().numpy().T
             self.kept.append((sequences, ids))
         return scores
 

@@ -8,7 +8,7 @@ splitting into micro-batches, and one update pass for each.
   travels in a tensor of the batch beside TRL's own.
 - A *turn* is one request to an engine: a whole rollout, or what is sampled behind the answers of tools.
 - A *pass* computes log-probs of a batch: of a whole rollout, old and reference; of a micro-batch, in an update.
-- A *slice* of a batch has `per_device_train_batch_size` sequences, which the model runs in one forward.
+- A *slice* of a batch has `per_device_train_batch_size` sequences, which TRL runs in one forward.
 
 From the first forward of a pass to the step of the optimizer nothing here reads from the device.
 """
@@ -19,14 +19,14 @@ import logging
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
 from accelerate.utils import gather_object, is_peft_model
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn.utils.rnn import pad_sequence
 
 from foreroute.adapters import hf
@@ -35,6 +35,7 @@ from foreroute.costs.cluster_file import Cluster
 from foreroute.errors import BatchMismatchError, EngineError, ForerouteError, ReplayError
 from foreroute.mismatch import Suspicion
 from foreroute.plan import Topology
+from foreroute.replay import Policy, ReplayRows
 from foreroute.replay.rows import to_device
 from foreroute.trace import INDEXER, SAMPLING, RoutingTrace, concatenate
 from foreroute.trainers.checks import check_first_rollout, judge_together
@@ -42,19 +43,15 @@ from foreroute.trainers.mismatch_sums import MismatchSums
 from foreroute.trainers.sentinel import RolloutSentinel, Watching, kept_tokens
 from foreroute.trainers.trl.capture import RolloutCapture
 from foreroute.trainers.trl.masked_head import scored_on_sampling_masks
-from foreroute.trainers.trl.partitioned import whole_where_run
 from foreroute.trainers.trl.planning import PlannedWindows
-from foreroute.trainers.trl.rollout import (
-    LOGPROBS,
-    LOGPROBS_OF_TRL,
-    BatchSlice,
-    Decisions,
-    Rollout,
-    cut_batch,
-    join_results,
-)
+from foreroute.trainers.trl.rollout import LOGPROBS, LOGPROBS_OF_TRL, Decisions, Rollout
 from foreroute.trainers.trl.settings import Replay, require_supported
 from foreroute.trainers.weights_check import WeightsCheck
+
+if TYPE_CHECKING:
+    from foreroute.adapters.hf.trace_rows import TraceRows
+    from foreroute.core.deferred_checks import DeferredChecks
+    from foreroute.replay import Recording
 
 LOG = logging.getLogger(__name__)
 CHECKED_SEQUENCES = 16
@@ -90,7 +87,7 @@ class LogprobPass:
 
     is_update: bool
     batch: dict[str, Any] | None = None  # TRL's micro-batch of an update
-    recorded: list[RoutingTrace] = field(default_factory=list)  # of each slice, for R2
+    recorded: RoutingTrace | None = None  # for R2
     logprobs_BR: Tensor | None = None  # what came out, once it has run
 
 
@@ -119,7 +116,7 @@ class TrainerPassController:
             require_supported(trainer, replay)
             self._policy = self._unwrapped(trainer.model)
             self._is_reference = _is_reference(self._policy)
-            with whole_where_run(self._policy):
+            with _whole_where_run(self._policy):
                 self.routed = attached = hf.attach(self._policy)
         self.capture = RolloutCapture(trainer, attached, replay, self._guard)
         with self._guard:
@@ -217,7 +214,7 @@ class TrainerPassController:
 
     def flush(self) -> dict[str, float]:
         """Read what is to be logged of all processes, and start anew. A collective call, for which the host waits."""
-        logs = {} if self._windows is None else self._windows.sums.flush()
+        logs = {} if self._windows is None else self._windows.flush()
         if self._sentinel is not None:
             found = judge_together(self._sentinel.judge, self._over_processes)
             self._suspected += len(found)
@@ -230,38 +227,37 @@ class TrainerPassController:
 
     def run_pass(
         self,
-        compute: Callable[..., Any],
+        compute: Callable[[], Any],
         model: Any,
-        input_ids: Tensor,
-        attention_mask: Tensor,
+        mask_BT: Tensor,
         num_scored: int,
-        *,
-        batch_size: int | None,
-        options: dict[str, Any],
+        batch_size: int | None,  # of the slices that TRL cuts the batch into
     ) -> Any:
-        """Run TRL's `_get_per_token_logps_and_entropies`, in slices as TRL has them, each with its routes and masks."""
+        """Run TRL's `_get_per_token_logps_and_entropies`, each slice of the batch with its routes and masks."""
         # Routes are the policy's alone. Masks are the reference's too, whose log-probs are compared with the policy's.
         now, found = self._now, None
         is_policy = now is not None and self._unwrapped(model) is self._policy and not self._is_reference()
         if now is not None and (is_policy or self._has_masks):
             with self._guard:
-                slices = cut_batch(input_ids, attention_mask, options, batch_size)
-                found = self._find_decisions(now, slices, attention_mask, num_scored)
+                found = self._find_decisions(now, mask_BT, num_scored, batch_size or len(mask_BT))
         if now is None or found is None:
-            return compute(input_ids, attention_mask, num_scored, batch_size=batch_size, **options)
-        if is_policy and self._checks_with_images and found[0] is not None:
-            self._checks_with_images, of = False, slices[0]
-            call = partial(compute, of.input_ids, of.attention_mask, num_scored, **of.options)
+            return compute()
+        if is_policy and self._checks_with_images and found:
+            self._checks_with_images = False
             with self._guard:
-                check_first_rollout(self.routed, found[0].routes.trace, call)
-        results = []
+                check_first_rollout(self.routed, concatenate(each.routes.trace for each in found), compute)
         windows = self._windows if is_policy else None
-        with nullcontext() if windows is None else self._executing_plan(windows, now, found):
-            for of, decisions in zip(slices, found, strict=True):
-                with self._forward(now, decisions, is_policy=is_policy):
-                    results.append(compute(of.input_ids, of.attention_mask, num_scored, **of.options))
-        result = join_results(results)
+        with nullcontext() if windows is None else self._executing_plan(windows, now, found), ExitStack() as stack:
+            recording = self._open_sessions(stack, now, found) if is_policy else None
+            if masks := [each.masks for each in found if each.masks is not None]:
+                stack.enter_context(scored_on_sampling_masks(masks))
+            result = compute()
+            # A session that ends where no gradients are recorded waits for what the device finds wrong. Behind an
+            # old-log-prob pass comes an update, and the optimizer's step looks before anything is learned.
+            with torch.enable_grad():
+                stack.close()
         if is_policy:
+            now.recorded = None if recording is None else recording.trace()
             now.logprobs_BR = result[0].detach()
             self._num_updates += now.is_update
         return result
@@ -278,66 +274,56 @@ class TrainerPassController:
             raise ReplayError("TRL trains on a batch that was not generated through _generate: its routes are unknown")
         return self.rollout
 
-    def _find_decisions(
-        self, now: LogprobPass, slices: Sequence[BatchSlice], mask_BT: Tensor, num_scored: int
-    ) -> Sequence[Decisions | None]:
-        """Give what the forwards of a pass take; None each where R2 is still to record it."""
+    def _find_decisions(self, now: LogprobPass, mask_BT: Tensor, num_scored: int, size: int) -> list[Decisions]:
+        """Give what the forwards of a pass take, nothing where R2 is still to record it."""
         if self._replay == "R2" and not now.is_update:
-            return [None] * len(slices)
+            return []
         rollout = self._current_rollout()
         if now.batch is None:
             rollout.read_mask(mask_BT, num_scored)
             sequences = np.arange(len(rollout.trace))
         else:
             sequences = rollout.sequences_of(now.batch)
-        return [rollout.decisions(sequences[each.rows]) for each in slices]
+        return [rollout.decisions(sequences[first : first + size]) for first in range(0, len(sequences), size)]
 
     def _executing_plan(
-        self, windows: PlannedWindows, now: LogprobPass, found: Sequence[Decisions | None]
-    ) -> AbstractContextManager[None]:
+        self, windows: PlannedWindows, now: LogprobPass, found: Sequence[Decisions]
+    ) -> AbstractContextManager[object]:
         """Open a plan of the old-log-prob pass, until it has run; or see to that of the window of an update."""
         if now.is_update:
             rollout = self._current_rollout()
             windows.begin(lambda inputs: rollout.decisions(rollout.sequences_of(inputs)).routes)
         elif self._replay == "R3":
-            return windows.executing([each.routes for each in found if each is not None], "recompute")
+            return windows.executing([each.routes for each in found], "recompute")
         return nullcontext()
 
-    @contextmanager
-    def _forward(self, now: LogprobPass, found: Decisions | None, *, is_policy: bool) -> Iterator[None]:
-        """Around one forward: its tokens are scored on their sets; routes are replayed, recorded or compared."""
-        recording = None
-        with ExitStack() as stack:
-            if found is not None and found.masks is not None:
-                stack.enter_context(scored_on_sampling_masks(found.masks))
-            if is_policy and found is None:
-                recording = stack.enter_context(self.routed.record(indexers=self.routed.indexers is not None))
-            elif is_policy and found is not None and self._replay != "none":
-                stack.enter_context(self._metrics.counting(self.routed, update=now.is_update))
-                stack.enter_context(self.routed.replay(found.routes))
-                if self._sentinel is not None and self._metrics.at_rollout_weights(update=now.is_update):
-                    stack.enter_context(self._sentinel.counting(found.routes.trace.lengths, found.sequences))
-            elif is_policy and found is not None and self._metrics.at_rollout_weights(update=now.is_update):
-                stack.enter_context(self._metrics.comparing(self.routed, found.routes))
-            yield
-            # A session that ends where no gradients are recorded waits for what the device finds wrong. Behind an
-            # old-log-prob pass comes an update, and the optimizer's step looks before anything is learned.
-            with torch.enable_grad():
-                stack.close()
-        if recording is not None:
-            now.recorded.append(recording.trace())
+    def _open_sessions(self, stack: ExitStack, now: LogprobPass, found: Sequence[Decisions]) -> Recording | None:
+        """Have a pass of the policy replayed or compared, or recorded where nothing is known of it."""
+        if not found:
+            return stack.enter_context(self.routed.record(indexers=self.routed.indexers is not None))
+        routes = found[0].routes if len(found) == 1 else RoutesInTurn([each.routes for each in found])
+        is_compared = self._metrics.at_rollout_weights(update=now.is_update)
+        if self._replay != "none":
+            stack.enter_context(self._metrics.counting(self.routed, update=now.is_update))
+            stack.enter_context(self.routed.replay(routes))
+            if self._sentinel is not None and is_compared:
+                lengths, sequences = ([each.routes.trace.lengths for each in found], [each.sequences for each in found])
+                stack.enter_context(self._sentinel.counting(np.concatenate(lengths), np.concatenate(sequences)))
+        elif is_compared:
+            stack.enter_context(self._metrics.comparing(self.routed, routes))
+        return None
 
     def _refuse_unreplayed(self, what: str) -> None:
         with self._guard:
             raise ReplayError(f"{type(self._trainer).__name__} {what}, so that nothing was replayed in it")
 
     def _take_recorded(self, old: LogprobPass, prompt_mask: Tensor) -> None:
-        if not old.recorded:
+        if old.recorded is None:
             raise ReplayError(
                 "replay='R2' was asked for, and TRL computed no old log-probs for this rollout, so that there is "
                 "nothing to replay; take replay='R3', or raise num_iterations"
             )
-        self.take(Rollout(concatenate(old.recorded), prompt_mask.sum(dim=1).cpu().numpy()))
+        self.take(Rollout(old.recorded, prompt_mask.sum(dim=1).cpu().numpy()))
 
     def _compare_tokens(self, seen: LogprobPass, batch: dict[str, Any]) -> None:
         """Add log-probs of a pass at the rollout's weights to the metrics, beside those of the rollout."""
@@ -422,6 +408,21 @@ class TrainerPassController:
         check_first_rollout(self.routed, part, lambda: compute(ids.to(device), mask.to(device), 1, batch_size=size))
 
 
+class RoutesInTurn:
+    """Routes of the slices of a batch, which TRL runs one after the other."""
+
+    versions = ()
+
+    def __init__(self, slices: Sequence[TraceRows]) -> None:
+        self._left = list(slices)
+
+    def of_pass(self, chunk: int, args: Any, policy: Policy, checks: DeferredChecks) -> ReplayRows:
+        """Give the rows of the next slice, whose tokens are compared with those of the forward."""
+        # a forward more than there are slices is one of other tokens than the last one's
+        routes = self._left.pop(0) if len(self._left) > 1 else self._left[0]
+        return routes.of_pass(chunk, args, policy, checks)
+
+
 def _is_reference(policy: Any) -> Callable[[], bool]:
     """Make a question that can be put at any time: whether the policy's adapters are off, or others than now."""
     # TRL has no second model where PEFT is used: for the reference pass it disables the adapters, or, when an adapter
@@ -437,3 +438,39 @@ def _is_reference(policy: Any) -> Callable[[], bool]:
         return policy.active_adapter != trained or any(layer.disable_adapters for layer in layers)
 
     return is_off
+
+
+@contextmanager
+def _whole_where_run(policy: nn.Module) -> Iterator[None]:
+    """While the context is open, each layer has its parameters whole while it runs, and what is in no layer its own.
+
+    At DeepSpeed's ZeRO stage 3 transformers deals them out where it loads a model for a trainer, and training puts
+    hooks on it that gather them. This is for forwards in between.
+    """
+    running: list[AbstractContextManager[Any]] = []  # of modules that run in one another
+
+    def gather(parameters: list[nn.Parameter], *_: Any) -> None:
+        import deepspeed
+
+        running.append(deepspeed.zero.GatheredParameters(parameters))
+        running[-1].__enter__()
+
+    def release(*_: Any) -> None:
+        running.pop().__exit__(None, None, None)
+
+    with ExitStack() as stack:
+        for module, parameters in _gathered_together(policy):
+            if any(hasattr(parameter, "ds_id") for parameter in parameters):
+                stack.callback(module.register_forward_pre_hook(partial(gather, parameters)).remove)
+                stack.callback(module.register_forward_hook(release, always_call=True).remove)
+        yield
+
+
+def _gathered_together(module: nn.Module) -> Iterator[tuple[nn.Module, list[nn.Parameter]]]:
+    # whole layers, as PEFT's wrappers read parameters of what they wrap; elsewhere each module and its own
+    if isinstance(module, nn.ModuleList):
+        yield from ((layer, list(layer.parameters())) for layer in module)
+        return
+    yield module, list(module.parameters(recurse=False))
+    for child in module.children():
+        yield from _gathered_together(child)

@@ -8,7 +8,7 @@ Letters: `B` sequences, `T` positions of the padded batch, `R` of its responses,
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from types import SimpleNamespace
 from typing import Any, NamedTuple
@@ -47,16 +47,21 @@ class ScoringMasks(NamedTuple):
 
 
 @contextmanager
-def scored_on_sampling_masks(scoring: ScoringMasks) -> Iterator[None]:
-    """Have one forward of a model of TRL score its tokens on their sets, and those not sampled as 0, a constant.
+def scored_on_sampling_masks(of_forwards: Sequence[ScoringMasks]) -> Iterator[None]:
+    """Have forwards of a model of TRL score their tokens on their sets, and those not sampled as 0, a constant.
 
-    Raises as `masked_logprobs`, and `ReplayError` when no log-probs were made while it was open.
+    Raises as `masked_logprobs`, and `ReplayError` unless each forward made log-probs once while it was open.
     """
     calls, original = 0, getattr(utils, HEAD)
 
     def apply(hidden_RH: Tensor, head_VH: Tensor, bias: Tensor | None, *options: Any) -> tuple[Any, ...]:
         nonlocal calls
         calls += 1
+        if calls > len(of_forwards):
+            raise ReplayError(
+                f"TRL made log-probs of more than the {len(of_forwards)} forwards that have sampling masks"
+            )
+        scoring = of_forwards[calls - 1]
         targets_R, temperature, _chunk_size, softcap, scale, outputs = options
         if bias is not None or softcap is not None:
             raise ConfigError(
@@ -77,7 +82,7 @@ def scored_on_sampling_masks(scoring: ScoringMasks) -> Iterator[None]:
 
     with patch.object(utils, HEAD, SimpleNamespace(apply=apply)):
         yield
-    if not calls:
+    if calls < len(of_forwards):
         raise ReplayError(
             "TRL made log-probs past its fused head, so that no sampling mask was replayed in them; the releases "
             "before 1.15 always do"

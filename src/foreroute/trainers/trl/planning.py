@@ -7,7 +7,7 @@ within an optimizer step, the micro-batches up to there are a window.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from typing import Any
@@ -17,32 +17,29 @@ from foreroute.adapters.hf.trace_rows import TraceRows
 from foreroute.costs.cluster_file import Cluster
 from foreroute.errors import ConfigError, shown
 from foreroute.plan import Topology
-from foreroute.plan.options import PassName
-from foreroute.planner import plan
-from foreroute.trainers.plan_sums import PlanSums
+from foreroute.trainers.plans import PlannedPasses
 
 
-class PlannedWindows:
-    """Executes the passes of one trainer under plans for ranks that share experts.
+class PlannedWindows(PlannedPasses):
+    """Plans of the passes of one trainer.
 
-    With rates, a pass runs at homes where its plan saves too little. Raises `AttachError` when foreroute does not
-    spread the experts of the policy, and `ConfigError` for ranks, or slots, that no plan can be made for.
+    Raises `AttachError` when foreroute does not spread the experts of the policy, and `ConfigError` for ranks, or
+    slots, that no plan can be made for.
     """
 
     def __init__(self, trainer: Any, routed: RoutedTransformer, planned_for: Topology | Cluster) -> None:
         if not isinstance(planned_for, Topology | Cluster):
             raise ConfigError(f"topology is {shown(planned_for)}; expected a Topology, or what load_cluster() gives")
-        self._costs, topology = None, planned_for
+        costs, topology, num_ranks = None, planned_for, int(routed.home_LE.max()) + 1
         if isinstance(topology, Cluster):
-            self._costs, topology = replace(topology.costs, paths="direct"), topology.topology
-        self._topology, num_ranks = topology, int(routed.home_LE.max()) + 1
+            costs, topology = replace(topology.costs, paths="direct"), topology.topology
         if topology.num_ranks != num_ranks or not topology.redundant_slots:
             raise ConfigError(
                 f"the topology has {topology.num_ranks} ranks of {topology.redundant_slots} slots; "
                 f"expected {num_ranks}, which share the experts of a layer, and slots for replicas, as homes stay"
             )
-        self.sums = PlanSums()
-        self._trainer, self._routed = trainer, routed
+        super().__init__(routed, topology, costs)
+        self._trainer = trainer
         self._open, self._num_left, self._num_in_step = ExitStack(), 0, 0
 
     def begin(self, routes_in: Callable[[dict[str, Any]], TraceRows]) -> None:
@@ -81,15 +78,3 @@ class PlannedWindows:
             self._num_left = 0 if is_last else max(self._num_left - 1, 0)
             if self._num_left:
                 self._open = stack.pop_all()
-
-    @contextmanager
-    def executing(self, micro_batches: Sequence[TraceRows], pass_name: PassName) -> Iterator[None]:
-        """Run these micro-batches of this rank under a plan of all ranks. A collective call on entering and leaving."""
-        routed = self._routed
-        counts_MLGE = routed.gather_counts(micro_batches)
-        made = routed.share_plan(lambda: plan(counts_MLGE, self._topology, home_LE=routed.home_LE, costs=self._costs))
-        with routed.execute(made, counts_MLGE, micro_batches) as execution:
-            yield
-        assert routed.spread is not None, "its home_LE was there"
-        executed_MLG = routed.spread.gather_executed([execution])
-        self.sums.add([execution.passes[pass_name].plan], counts_MLGE, routed.home_LE, executed_MLG)

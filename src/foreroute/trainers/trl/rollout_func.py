@@ -3,20 +3,20 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 import torch
 from accelerate.utils import is_peft_model
 from numpy.typing import NDArray
+from torch import Tensor, nn
 
 from foreroute.adapters.checkpoint import ServedModel
 from foreroute.capture import Generation, Sampling, decode
 from foreroute.engines.base import Engine
 from foreroute.errors import ConfigError, ReplayError
 from foreroute.trace import RoutingTrace, concatenate
-from foreroute.trainers.trl.partitioned import gathered_weights
 
 ROUTES = "routed_experts"
 """The key under which a `rollout_func` returns routes: a list with one entry for each sequence."""
@@ -83,7 +83,7 @@ class EngineSource:
         # a version is the step of its trainer; the engine may have sampled for another one
         if self._engine.weight_version != step or self._loaded_from is not trainer:
             policy = trainer.accelerator.unwrap_model(trainer.model, keep_torch_compile=False)
-            self._engine.load_weights(gathered_weights(policy), step)
+            self._engine.load_weights(_gathered_weights(policy), step)
             self._loaded_from = trainer
         # a run that is resumed draws what it would have drawn at its step; a step may have several turns
         turn = (trainer.args.seed, trainer.accelerator.process_index, step, self._turns_of[step])
@@ -142,6 +142,18 @@ def returned_trace(
 def join_tokens(prompts: Sequence[Sequence[int]], completions: Sequence[Sequence[int]]) -> list[NDArray[np.int32]]:
     """Give S arrays int32 [T], prompt and completion."""
     return [np.array([*p, *c], np.int32) for p, c in zip(prompts, completions, strict=True)]
+
+
+def _gathered_weights(policy: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    """Yield the `state_dict()` of the policy, one of ZeRO-3 gathered at a time; engines gather those of FSDP2."""
+    for name, weight in policy.state_dict(keep_vars=True).items():
+        whole = weight.detach()
+        if hasattr(weight, "ds_id"):
+            import deepspeed
+
+            with deepspeed.zero.GatheredParameters([weight]):
+                whole = weight.detach().to("cpu", copy=True)  # what is gathered is let go behind the context
+        yield name, whole
 
 
 def _require_known_settings(trainer: Any, ends: Sequence[int]) -> None:

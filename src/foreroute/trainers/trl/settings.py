@@ -6,14 +6,13 @@ TRL's own settings are overlaid by `generation_kwargs`; `generate` fills in what
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from typing import Any, Literal
 
 from accelerate.utils import is_peft_model
 from trl.generation.vllm_client import VLLMClient
 from trl.trainer import utils
 
-from foreroute.errors import ConfigError, ReplayError
+from foreroute.errors import ReplayError
 from foreroute.trace import SAMPLING, RoutingTrace
 from foreroute.trainers.checks import Refusals, refuse
 from foreroute.trainers.trl.rollout_func import EngineSource
@@ -49,31 +48,6 @@ WITHOUT_EFFECT = frozenset(
 )
 """Settings of vLLM that change no probability; the temperature is looked at by itself."""
 
-LEAVING_OUT = frozenset(
-    [
-        "EncoderNoRepeatNGramLogitsProcessor",
-        "EpsilonLogitsWarper",
-        "EtaLogitsWarper",
-        "ForcedBOSTokenLogitsProcessor",
-        "ForcedEOSTokenLogitsProcessor",
-        "MinLengthLogitsProcessor",
-        "MinNewTokensLengthLogitsProcessor",
-        "MinPLogitsWarper",
-        "NoBadWordsLogitsProcessor",
-        "NoRepeatNGramLogitsProcessor",
-        "PrefixConstrainedLogitsProcessor",
-        "SuppressTokensAtBeginLogitsProcessor",
-        "SuppressTokensLogitsProcessor",
-        "TopHLogitsWarper",
-        "TopKLogitsWarper",
-        "TopPLogitsWarper",
-        "TypicalLogitsWarper",
-    ]
-)
-"""Processors of transformers that put scores to minus infinity and keep the distances of all others."""
-NORMALIZING = "LogitNormalization"
-TEMPERATURE = "TemperatureLogitsWarper"
-
 
 def require_supported(trainer: Any, replay: Replay) -> None:
     """Raise `ConfigError` naming all settings of a trainer, set up by TRL, that replay does not go with."""
@@ -103,24 +77,6 @@ def require_masks(trainer: Any, trace: RoutingTrace) -> None:
             f"{_shown(cuts)} leave tokens out, and the rollout has no sampling masks, so that R3 would score over all "
             "tokens; return traces that have them from the rollout_func, or leave the settings out"
         )
-
-
-def leaves_out(processors: Iterable[Any], temperature: float) -> bool:
-    """Say whether the processors that `generate` puts scores through leave tokens out.
-
-    Raises `ConfigError` when they change scores in another way, or by another temperature than log-probs are scored at.
-    """
-    by_name = {type(each).__name__: each for each in processors}
-    moving = sorted(by_name.keys() - LEAVING_OUT - {NORMALIZING, TEMPERATURE})
-    if moving:
-        raise ConfigError(
-            _unseen_by_masks(f"{', '.join(moving)}, by generation_kwargs or the model's generation_config,")
-        )
-    found = by_name[TEMPERATURE].temperature if TEMPERATURE in by_name else 1.0
-    if found != temperature:
-        raise ConfigError(_another_temperature(found, temperature))
-    # a min_p of 0 leaves nothing out, and sets of the whole vocabulary are large
-    return any(name in LEAVING_OUT and getattr(each, "min_p", None) != 0 for name, each in by_name.items())
 
 
 def _refusals(trainer: Any, replay: Replay) -> Refusals:

@@ -118,10 +118,9 @@ class RoutingReplay:
         batch_size: int | None = None,
         **options: Any,
     ) -> Any:
-        compute = partial(super()._get_per_token_logps_and_entropies, model)  # type: ignore[misc]
-        return self.routing.run_pass(
-            compute, model, input_ids, attention_mask, logits_to_keep, batch_size=batch_size, options=options
-        )
+        compute = super()._get_per_token_logps_and_entropies  # type: ignore[misc]
+        call = partial(compute, model, input_ids, attention_mask, logits_to_keep, batch_size=batch_size, **options)
+        return self.routing.run_pass(call, model, attention_mask, logits_to_keep, batch_size)
 
     def _compute_loss(self, model: Any, inputs: dict[str, Any]) -> Any:
         if not self.routing.is_open:

@@ -48,10 +48,10 @@ from foreroute.errors import ReplayError
 from foreroute.layout import Layout, pack, pad
 from foreroute.trace import RoutingTrace, concatenate
 from foreroute.trainers.checks import check_first_rollout, refuse, require_overridden
-from foreroute.trainers.plan_sums import PlanSums
+from foreroute.trainers.plans import PlannedPasses
 from foreroute.trainers.verl.packed_batch import FIELD, PackedBatch, PackedRoutes
 from foreroute.trainers.verl.passes import ROLLOUT_LOG_PROBS, EnginePasses, ReplayingEngine, scores_on_masks, scoring
-from foreroute.trainers.verl.planning import PlannedBatch, PlanningMegatronConfig
+from foreroute.trainers.verl.planning import PlanningMegatronConfig
 from foreroute.trainers.verl.protocol import routed_experts
 from foreroute.trainers.verl.registry import replace_engine
 from foreroute.trainers.verl.regrouping import regroup
@@ -124,7 +124,7 @@ class MegatronPasses(EnginePasses):
         super().__init__(engine, megatron.attach(engine.module), replay, sharing_groups=of_one_model)
         self._config = config = engine.engine_config
         if isinstance(config, PlanningMegatronConfig):
-            self._plan_sums = PlanSums()
+            self._planned = PlannedPasses(self.routed, *config.planned_for(int(self.routed.home_LE.max()) + 1))
         self._packs_by_routes = getattr(config, "packing", "length") == "routes"
         if self._packs_by_routes:
             require_regroupable(engine.tf_config)
@@ -210,30 +210,28 @@ class MegatronPasses(EnginePasses):
         watching = None
         if self._sentinel is not None and traces and not self._is_update:
             watching = self._sentinel.counting(np.concatenate([each.lengths for each in traces]))
-        planned, plan_sums = None, self._plan_sums
-        with nullcontext() if shards else self.routed.record() as recording, ExitStack() as executions:
-            if plan_sums is not None and shards:
-                planned = PlannedBatch(
-                    self.routed,
+        # stages of a pipeline run other micro-batches at a time, so that they agree on a plan before the first
+        num_at_home = 0 if mpu.get_pipeline_model_parallel_world_size() > 1 else min(1, len(given) - 1)
+        execute_plan: Callable[[], None] | None = None
+
+        def step(batches: Iterator[Any], model: Any) -> Any:
+            if execute_plan is not None and 0 < num_at_home == self.num_forwards:
+                execute_plan()
+            self.num_forwards += 1
+            return replaying(batches, model)
+
+        with nullcontext() if shards else self.routed.record() as recording, ExitStack() as opened:
+            if self._planned is not None and shards:
+                planning = self._planned.executing(
                     shards,
-                    self._config,
-                    executions,
+                    "update" if self._is_update else "recompute",
+                    num_at_home=num_at_home,
                     is_first=mpu.get_expert_model_parallel_rank() == 0,
-                    # stages run other micro-batches at a time, so that they agree on a plan before the first
-                    waits_for_plan=mpu.get_pipeline_model_parallel_world_size() > 1,
                 )
-
-            def step(batches: Iterator[Any], model: Any) -> Any:
-                if planned is not None and 0 < planned.num_at_home == self.num_forwards:
-                    planned.execute_plan()
-                self.num_forwards += 1
-                return replaying(batches, model)
-
+                execute_plan = opened.enter_context(planning)
             with nullcontext() if watching is None else watching:
                 results = run(step, len(given))
-        self._require_all(len(given))
-        if planned is not None and plan_sums is not None:
-            planned.add_to(plan_sums, "update" if self._is_update else "recompute")
+            self._require_all(len(given))
         outputs = [each["model_output"] for each in results] or [{}] * len(given)
         if recording is not None:
             _write_routes(recording.trace(), layouts, micro_batches, outputs)

@@ -1,6 +1,6 @@
 """A micro-batch of verl without padding, on its device: where responses are, and its routes as forwards replay them.
 
-Nothing here waits for the device, unless a batch is padded. What only values can tell is a bool there, read later.
+Nothing here waits for the device. What only values can tell is a bool there, read later.
 
 Axis letters: S sequences, N packed token rows, L routed layers, K picks, R rows of a forward on this rank.
 """
@@ -17,7 +17,6 @@ from torch import Tensor
 from torch.nn import functional
 
 from foreroute.capture.arrays import columns_of
-from foreroute.capture.verl_batch import kept_by_mask
 from foreroute.core.deferred_checks import DeferredChecks
 from foreroute.core.passes import signed_dtype
 from foreroute.errors import BatchMismatchError, CaptureError, ReplayError, shown
@@ -34,15 +33,13 @@ class PackedBatch:
 
     def __init__(self, batch: Any) -> None:
         self.fields = fields_of(batch)
-        ids, mask = tokens_and_mask(self.fields)
-        self.tokens_N: Tensor
-        self.offsets: Tensor  # int64 [S + 1], first rows of the sequences, and N
-        if mask is None:
-            self.tokens_N, self.offsets = ids.values(), ids.offsets().long()
-        else:
-            kept_by_mask(mask.cpu().numpy())
-            kept_BT = mask.bool()
-            self.tokens_N, self.offsets = ids[kept_BT], functional.pad(kept_BT.sum(1).cumsum(0), (1, 0))
+        ids = field_of(self.fields, "input_ids")
+        if not ids.is_nested:
+            raise CaptureError(
+                "input_ids are padded; expected them nested, as verl's left_right_2_no_padding leaves them"
+            )
+        self.tokens_N: Tensor = ids.values()
+        self.offsets: Tensor = ids.offsets().long()  # [S + 1], first rows of the sequences, and N
         num_rows, num_sequences, device = len(self.tokens_N), len(ids), self.tokens_N.device
         self._row_N = torch.arange(num_rows, device=device)
         numbers_S = torch.arange(num_sequences, device=device)
@@ -52,7 +49,7 @@ class PackedBatch:
         self._responses_S, self.wrong = self._lengths_of_responses()
         self.wrong = self.wrong | (self._responses_S > self.offsets.diff()).any()
         # the number of each row's token in its response; below 0 in a prompt
-        self.index_N = self._row_N - (self.offsets[1:] - self._responses_S)[self.number_N]
+        self.index_N: Tensor = self._row_N - (self.offsets[1:] - self._responses_S)[self.number_N]
 
     @property
     def is_first_N(self) -> Tensor:
@@ -266,19 +263,6 @@ def fields_of(batch: Any) -> Any:
     if not (hasattr(fields, "get") and hasattr(fields, "keys")):
         raise CaptureError(f"{shown(batch)} is no batch of verl; expected a DataProto, a TensorDict or a mapping")
     return fields
-
-
-def tokens_and_mask(fields: Any) -> tuple[Any, Tensor | None]:
-    """Find `input_ids`, and their mask [B, T] where they are padded."""
-    ids = field_of(fields, "input_ids")
-    if ids.is_nested:
-        return ids, None
-    mask = field_of(fields, "attention_mask")
-    if mask.is_nested or ids.ndim != 2 or mask.shape != ids.shape:
-        raise CaptureError(
-            f"attention_mask is {tuple(mask.shape)} and input_ids {tuple(ids.shape)}; expected [B, T] both"
-        )
-    return ids, mask
 
 
 def field_of(fields: Any, name: str) -> Any:

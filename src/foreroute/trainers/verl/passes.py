@@ -25,7 +25,7 @@ from foreroute.replay.rows import to_device
 from foreroute.trace import RoutingTrace
 from foreroute.trainers.checks import judge_together
 from foreroute.trainers.mismatch_sums import MismatchSums
-from foreroute.trainers.plan_sums import PlanSums
+from foreroute.trainers.plans import PlannedPasses
 from foreroute.trainers.sentinel import RolloutSentinel
 from foreroute.trainers.verl.packed_batch import FIELD, PackedBatch, require_routed
 from foreroute.trainers.verl.protocol import trace_of, versions_of
@@ -96,7 +96,7 @@ class EnginePasses:
             says = all(dist.get_rank(group) == 0 for group in sharing_groups)
             self._sentinel = RolloutSentinel(routed, sum_rows, says=says)
         self._suspected = 0  # by it since the last log
-        self._plan_sums: PlanSums | None = None
+        self._planned: PlannedPasses | None = None
         self._checks = DeferredChecks()
         # of the batch that runs, the same for all of its micro-batches
         self.num_forwards = 0
@@ -138,8 +138,8 @@ class EnginePasses:
             count = torch.tensor(float(self._suspected))
             logs["sentinel/suspicions"] = float(add_over((self._engine.get_data_parallel_group(),), count))
             self._suspected = 0
-        if self._plan_sums is not None:
-            logs |= self._plan_sums.flush()
+        if self._planned is not None:
+            logs |= self._planned.flush()
         if "metrics" in outputs:  # of the last stage, which verl asks
             outputs["metrics"].update({name: [value] for name, value in logs.items()})
 

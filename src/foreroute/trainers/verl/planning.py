@@ -1,4 +1,4 @@
-"""Plans in verl's Megatron engine: what switches them on, and one batch that is counted, planned and executed.
+"""What switches plans on in verl's Megatron engine.
 
 When the micro-batches of a batch are known and none of them has run, the ranks that share experts tell each other their
 counts. Then a thread of the first plans, while the first micro-batch runs at home. The others run under the plan, which
@@ -8,12 +8,9 @@ micro-batches at a time.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, ClassVar, get_args
+from typing import ClassVar, get_args
 
 from verl.workers.config import McoreEngineConfig
 
@@ -21,16 +18,8 @@ from foreroute.costs import CostModel, hardware_preset
 from foreroute.costs.cluster_file import load_cluster
 from foreroute.errors import ConfigError
 from foreroute.plan import Topology
-from foreroute.plan.options import PackingRule, PassName
-from foreroute.planner import plan
-from foreroute.trainers.plan_sums import PlanSums
+from foreroute.plan.options import PackingRule
 from foreroute.trainers.verl.registry import refuse_what_engines_pass_over
-
-if TYPE_CHECKING:
-    from foreroute.adapters.megatron import RoutedMegatron
-    from foreroute.adapters.megatron.route_shard import RouteShard
-    from foreroute.ep import PlanExecution
-    from foreroute.plan import StepPlan
 
 
 @dataclass
@@ -95,47 +84,3 @@ class PlanningMegatronConfig(McoreEngineConfig):
 
 # a worker builds this configuration before its engine; the driver builds it too, and makes no engine
 refuse_what_engines_pass_over()
-
-
-class PlannedBatch:
-    """A batch of verl under a plan. Making one is a collective call of the ranks that share experts."""
-
-    def __init__(
-        self,
-        routed: RoutedMegatron,
-        shards: Sequence[RouteShard],
-        config: PlanningMegatronConfig,
-        open_executions: ExitStack,  # holds the active execution until all micro-batches have run
-        *,
-        is_first: bool,  # of the ranks that share experts, so that it plans for all
-        waits_for_plan: bool,  # also before the first micro-batch
-    ) -> None:
-        self._routed, self._shards, self._open = routed, list(shards), open_executions
-        self._counts_MLGE = routed.gather_counts(self._shards)
-        topology, costs = config.planned_for(self._counts_MLGE.shape[2])
-        self.num_at_home = 0 if waits_for_plan else min(1, len(self._shards) - 1)
-        self._executions: list[PlanExecution] = []
-        if is_first:
-            with_plan_MLGE, thread = self._counts_MLGE[self.num_at_home :], ThreadPoolExecutor(1, "foreroute-plan")
-            self._planned = thread.submit(plan, with_plan_MLGE, topology, home_LE=routed.home_LE, costs=costs)
-            thread.shutdown(wait=False)
-        if self.num_at_home:
-            self._execute(None, slice(self.num_at_home))
-        else:
-            self.execute_plan()
-
-    def execute_plan(self) -> None:
-        """Run what has not run by the plan from here on. A collective call, which waits until it is made."""
-        self._open.close()
-        # homes stay: verl's checkpoints, and its weights for the rollout, look for experts where Megatron put them
-        self._execute(self._routed.share_plan(lambda: self._planned.result()), slice(self.num_at_home, None))
-
-    def _execute(self, made: StepPlan | None, part: slice) -> None:
-        execution = self._routed.execute(made, self._counts_MLGE[part], self._shards[part])
-        self._executions.append(self._open.enter_context(execution))
-
-    def add_to(self, sums: PlanSums, name: PassName) -> None:
-        """Add what all ranks executed, after the last micro-batch. A collective call of all stages."""
-        executed_MLG = self._routed.spread.gather_executed(self._executions)
-        plans = [execution.passes[name].plan for execution in self._executions]
-        sums.add(plans, self._counts_MLGE, self._routed.home_LE, executed_MLG, first=self.num_at_home)

@@ -27,7 +27,7 @@ from foreroute.checks import whole_number
 from foreroute.errors import BatchMismatchError, CaptureError
 from foreroute.trace import INDEXER, NO_VERSION, RoutingSpec, RoutingTrace
 from foreroute.trace.spec import MAX_LAYERS
-from foreroute.trainers.verl.packed_batch import FIELD, field_of, fields_of, tokens_and_mask
+from foreroute.trainers.verl.packed_batch import FIELD, field_of, fields_of
 
 
 def trace_of(batch: Any, *, model: RoutingSpec, weight_version: int = NO_VERSION) -> RoutingTrace:
@@ -105,7 +105,7 @@ def routed_experts(trace: RoutingTrace, batch: Any, *, num_hidden_layers: int | 
             "the trace has choices of indexers, and verl has no field for them; take them off with "
             f'trace.without_streams("{INDEXER}"), to carry the routes alone'
         )
-    ids, mask = tokens_and_mask(fields_of(batch))
+    ids, mask = _tokens_and_mask(fields_of(batch))
     _require_readable(trace)
     rows = _rows_of(trace, num_hidden_layers)
     tokens = _unpadded(ids, mask)
@@ -122,10 +122,23 @@ def routed_experts(trace: RoutingTrace, batch: Any, *, num_hidden_layers: int | 
     return padded
 
 
+def _tokens_and_mask(fields: Any) -> tuple[Any, Tensor | None]:
+    """Find `input_ids`, and their mask [B, T] where they are padded."""
+    ids = field_of(fields, "input_ids")
+    if ids.is_nested:
+        return ids, None
+    mask = field_of(fields, "attention_mask")
+    if mask.is_nested or ids.ndim != 2 or mask.shape != ids.shape:
+        raise CaptureError(
+            f"attention_mask is {tuple(mask.shape)} and input_ids {tuple(ids.shape)}; expected [B, T] both"
+        )
+    return ids, mask
+
+
 def _sequences(fields: Any) -> tuple[list[NDArray[Any]], list[NDArray[Any]]]:
     """Read tokens [T] and rows [T, layers, K] of each sequence."""
     routes = field_of(fields, FIELD)
-    ids, mask = tokens_and_mask(fields)
+    ids, mask = _tokens_and_mask(fields)
     if routes.is_nested != ids.is_nested:
         kinds = {True: "unpadded (nested)", False: "padded"}
         raise CaptureError(
