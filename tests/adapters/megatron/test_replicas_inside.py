@@ -22,6 +22,7 @@ from tests.adapters.megatron.grid import Cell, ExecutionCase
 from tests.adapters.megatron.grid_checks import carrying
 from tests.adapters.megatron.micro_batches import layout_of
 from tests.adapters.megatron.training_step import forward_step, step
+from tests.trainers.verl import flex_kernels  # noqa: F401  # of DeepEP, which the flex dispatcher takes
 
 EXACT = 1e-12
 
