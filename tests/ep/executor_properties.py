@@ -355,11 +355,11 @@ def check_ranks_ask_each_other_on_entering_and_leaving_alone(make):
     s = make()
     run(s, 0, 1)
     with asking() as asked, s.execute():
-        found = [asked.count("all_gather")]
+        found = [asked.count("all_gather_object")]
         s.update()
-        found.append(asked.count("all_gather"))
+        found.append(asked.count("all_gather_object"))
     s.gradients()
-    assert [*found, asked.count("all_gather")] == [1, 1, 2], asked
+    assert [*found, asked.count("all_gather_object")] == [1, 1, 2], asked
 
 
 def check_parameters_that_were_replaced_are_refused(make):
