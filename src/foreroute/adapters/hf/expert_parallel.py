@@ -149,7 +149,7 @@ class ForerouteEP(AutoEP):
     def _execute(self, work: CellWork, hidden_ND: Tensor, ids_NK: Tensor, weights_NK: Tensor) -> Tensor:
         """Dispatch rows to their experts, compute, and combine, [N, D]."""
         # Rows are in the order of "all_to_all", and summed in it: without replicas the bits are its own. So this is no
-        # `Dispatch` of `foreroute.ep`, with which gate weights travel: decision 0014.
+        # `MoveRows` of `foreroute.ep`, with which gate weights travel: decision 0014.
         ids_A, top_k = ids_NK.reshape(-1), ids_NK.shape[1]
         rows = work.begin(ids_A.new_zeros(self.num_experts).index_add_(0, ids_A, torch.ones_like(ids_A)))
         (home, terms), replicas = self._home(), None
