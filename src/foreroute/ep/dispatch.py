@@ -1,7 +1,7 @@
 """The rows of a cell on their way to the ranks that host their experts, and back to their tokens, by `MoveRows`.
 
-Each way is the other's transpose, so that neither keeps a row. Gate weights travel with the rows and are applied where an
-expert computes: applied at the source, what comes back would be kept for their gradient, K rows of D for each token.
+Each way is the other's transpose, so that neither keeps a row. Gate weights travel with the rows and are applied where
+an expert computes: applied at the source, what comes back would be kept for their gradient, K rows of D for each token.
 Where rows go is arithmetic on counts, a `CellSchedule`; `upload_rows` brings it to the device.
 
 N rows: tokens of this rank, or assignments on their way; K picks of a token, A = N K assignments of this rank,

@@ -50,10 +50,10 @@ def of_layers(routed, chunks):
     with mock.patch.object(block.config, "fp8", "e4m3"):
         refused(TransferError, "run in fp8 or fp4", routed, swapped(routed))
     block.__class__ = OtherLayer
-    refused(TransferError, "has a forward of its own", routed, swapped(routed))
+    refused(TransferError, "with a forward of its own", routed, swapped(routed))
     block.__class__ = MoELayer
     block.experts.register_parameter("scale", torch.nn.Parameter(torch.ones(4)))
-    refused(TransferError, "have scale, of which it is not known whose it is", routed, swapped(routed))
+    refused(TransferError, "experts have scale, of which it is not known whose it is", routed, swapped(routed))
 
 
 def of_faults(routed, chunks):

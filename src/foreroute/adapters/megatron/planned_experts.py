@@ -13,8 +13,7 @@ from numpy.typing import ArrayLike, NDArray
 from torch import nn
 
 from foreroute.adapters.megatron.expert_parameters import chained, inspect_experts
-from foreroute.adapters.megatron.home_checkpoints import OptimizerCheckpoint
-from foreroute.adapters.megatron.home_placement import permutation_of, set_home
+from foreroute.adapters.megatron.home_placement import OptimizerCheckpoint, moved_experts, set_home
 from foreroute.adapters.megatron.hooks import ChunkHooks
 from foreroute.adapters.megatron.planned_layer import PlannedLayer, objection_to_layer
 from foreroute.adapters.megatron.separate_replicas import RunReplicas, home_parameters, replica_runner
@@ -127,8 +126,8 @@ class PlannedExperts(ExpertParallelModel):
         if self._sites and not hasattr(self._groups, "expt_dp"):
             return "the model's pg_collection lacks expt_dp, the ranks that hold the same experts; build it with that"
         for row, site, _ in self._sites:
-            permutation = permutation_of(site)
-            there_E = self.block_home_LE[row] if permutation is None else permutation.home_E
+            moved = moved_experts(site)
+            there_E = self.block_home_LE[row] if moved is None else moved.home_E
             if not np.array_equal(there_E, self.home_LE[row]):
                 return "this model was attached twice and its homes moved by the other; attach it once"
         return None
