@@ -11,8 +11,8 @@ import torch.distributed as dist
 from megatron.core import parallel_state
 
 from foreroute.adapters import megatron
-from foreroute.adapters.megatron.recording import gather_objects
 from foreroute.ep.transfer.engine import TransferOptions
+from foreroute.ep.transfer.peers import gather_objects
 from foreroute.plan import Links, PlanOptions, Topology
 from foreroute.plan.options import SlotSharing
 from foreroute.planner import plan
@@ -217,7 +217,7 @@ def put_together(mine):
     """Key -> the whole tensor, flat, of (key, first element, elements of the whole, tensor) of all ranks."""
     # as bytes: tensors are pickled by way of files, one each
     as_bytes = [(*of, t.dtype, t.reshape(-1).contiguous().view(torch.uint8).numpy()) for *of, t in mine]
-    everywhere = gather_objects(as_bytes, dist.group.WORLD)
+    everywhere = gather_objects(as_bytes, dist.group.WORLD, "comparing")
     whole = {}
     for key, first, numel, dtype, held in itertools.chain.from_iterable(everywhere):
         flat = torch.from_numpy(held).view(dtype)

@@ -14,7 +14,7 @@ from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.pipeline_parallel import get_forward_backward_func
 
 from examples.megatron.rollout_routes import RolloutRoutes
-from foreroute.adapters.megatron.recording import gather_objects
+from foreroute.ep.transfer.peers import gather_objects
 from tests.adapters.megatron.forked_ranks import ROOT, on_ranks
 from tests.adapters.megatron.grid import Cell
 from tests.adapters.megatron.model_chunks import EXPERTS, TOP_K, VOCABULARY, attached, build, initialize
@@ -42,7 +42,7 @@ def test_every_block_of_the_page_runs():
 @on_ranks(2)
 def test_the_example_trains_on_two_ranks():
     seen = r"^step \d: .*k3 on own routes (\S+), k3 on the engine's (\S+),.* planned (\S+), executed (\S+)$"
-    printed = gather_objects(run_example("--steps", "2"), dist.group.WORLD)
+    printed = gather_objects(run_example("--steps", "2"), dist.group.WORLD, "comparing")
     lines = re.findall(seen, "".join(printed), re.MULTILINE)
     assert len(lines) == 2, printed
     native, replayed, *_ = (sum(map(float, column)) for column in zip(*lines, strict=True))

@@ -8,8 +8,8 @@ import torch.distributed as dist
 from megatron.core.transformer.moe.moe_layer import MoELayer
 
 from foreroute.adapters import megatron
-from foreroute.adapters.megatron.recording import gather_objects
 from foreroute.ep.transfer.home_moves import MovingLayer
+from foreroute.ep.transfer.peers import gather_objects
 from foreroute.ep.transfer.transfers import Transfer
 from foreroute.errors import TransferError
 from tests.adapters.megatron.cpu_optimizers import Trained
@@ -100,7 +100,7 @@ def refused(error, message, routed, homes, trained=None):
     before = [p.detach().clone() for block in blocks for p in block.experts.parameters()]
     with pytest.raises(error, match=message) as caught:
         routed.move_homes(homes, getattr(trained, "optimizer", trained))
-    said = gather_objects(str(caught.value), dist.group.WORLD)
+    said = gather_objects(str(caught.value), dist.group.WORLD, "comparing")
     assert len(set(said)) == 1, said
     after = [p for block in blocks for p in block.experts.parameters()]
     assert all(torch.equal(old, new) for old, new in zip(before, after, strict=True))

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import torch.distributed as dist
 
-from foreroute.adapters.megatron.recording import gather_objects
+from foreroute.ep.transfer.peers import gather_objects
 from foreroute.replay import RootRows
 from foreroute.trace import concatenate
 from tests.adapters.megatron.forked_ranks import on_ranks
@@ -52,7 +52,7 @@ def check_rows(cell):
         for name in ("roots_N", "before_N", "after_N", "repeats_N", "roots_L", "lengths_S"):
             assert np.array_equal(getattr(found, name), getattr(expected, name)), name
     assert found.before_N.any()
-    assert len(set(gather_objects(found.roots_N.tobytes(), dist.group.WORLD))) == 1
+    assert len(set(gather_objects(found.roots_N.tobytes(), dist.group.WORLD, "comparing"))) == 1
 
 
 def rollout(chunks, routed, batches):

@@ -18,7 +18,6 @@ import numpy as np
 from numpy.typing import NDArray
 
 from foreroute.errors import TransferError
-from foreroute.plan.schedule import colour_edges
 
 
 class Moves(NamedTuple):
@@ -29,11 +28,6 @@ class Moves(NamedTuple):
     source_row_X: NDArray[np.int64]  # of its shard there
     target_X: NDArray[np.int64]
     target_row_X: NDArray[np.int64]
-
-    @property
-    def round_X(self) -> NDArray[np.int64]:
-        """int64 [X], from 0: in a round, no rank sends two experts, and none receives two. As few rounds as can be."""
-        return colour_edges(self.source_X, self.target_X)
 
 
 def shard_moves(before_E: NDArray[np.integer], after_E: NDArray[np.integer]) -> Moves:
@@ -98,7 +92,7 @@ def segments_for(
     """
     found = []
     own_ep_rank = int(np.argwhere(number_GD == rank)[0, 0])
-    for x in np.argsort(moves.round_X, kind="stable").tolist():
+    for x in range(len(moves.expert_X)):
         source, target = int(moves.source_X[x]), int(moves.target_X[x])
         if own_ep_rank in (source, target):
             rows = int(moves.source_row_X[x]), int(moves.target_row_X[x])
