@@ -19,6 +19,7 @@ import torch.distributed as dist
 from numpy.typing import NDArray
 from torch import Tensor
 
+from foreroute.ep.transfer.cells import Cell
 from foreroute.ep.transfer.peers import collective_errors
 from foreroute.plan.schedule import CellSchedule
 from foreroute.replay.rows import joined_to_device
@@ -49,8 +50,8 @@ class MoveRows(torch.autograd.Function):
 class DispatchHandle:
     """Where the rows of one call go, token by token."""
 
-    # `cell` is in words, for errors; ids_NK int64, the expert of each assignment
-    def __init__(self, group: dist.ProcessGroup, cell: str, rows: CellRows, ids_NK: Tensor) -> None:
+    # ids_NK: int64, the expert of each assignment
+    def __init__(self, group: dist.ProcessGroup, cell: Cell, rows: CellRows, ids_NK: Tensor) -> None:
         self.rows, self._group, self._what, self._top_k = rows, group, f"tokens of {cell}", ids_NK.shape[1]
         ids_A = ids_NK.reshape(-1)
         # stable: the rows of an expert are summed in this order, the same on every device and in every run

@@ -124,8 +124,7 @@ class PlanExecution:
         # number operators.
         sent_R, layers = self._find_sent(micro_step, rows), self.chunks[chunk]
         cell_rows = self.upload_cells(micro_step, layers, plan, rows.ids_LRK.device)
-        names = {layer: str(Cell(self.number, micro_step, layer)) for layer in layers}
-        return PassCells(self, micro_step, plan, engine, names, cell_rows, sent_R)
+        return PassCells(self, micro_step, plan, engine, cell_rows, sent_R)
 
     def begin_transfers(self, pass_name: PassName) -> None:
         """Give the engine the plan of a pass, unless it has it or nothing travels."""
@@ -216,8 +215,7 @@ class PassCells:
     micro_step: int
     plan: PassPlan  # what is executed in the pass
     engine: TransferEngine
-    names: Mapping[int, str]  # of the cells, in words, by the layer's position in the model
-    rows: Mapping[int, CellRows]  # by the same; none where ranks exchange counts first
+    rows: Mapping[int, CellRows]  # by the layer's position in the model; none where ranks exchange counts first
     sent_R: Tensor | None  # int64, which of the R rows experts compute, ascending; None for all
 
 
@@ -227,7 +225,6 @@ class CellWork:
 
     cells: PassCells
     cell: Cell
-    name: str  # of the cell, in words
     is_recomputation: bool  # an activation checkpoint runs the layer again, in either pass of the plan
 
     @property
@@ -271,4 +268,4 @@ def work_of(passes: PassStack, layer: int, path: str) -> CellWork:
             "execute() on routes that were given to it, of the model itself and not of what torch.compile made of it"
         )
     cell = Cell(cells.execution.number, cells.micro_step, layer)
-    return CellWork(cells, cell, cells.names[layer], passes.is_recompute)
+    return CellWork(cells, cell, passes.is_recompute)

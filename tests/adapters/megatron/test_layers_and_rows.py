@@ -76,9 +76,9 @@ def test_tokens_are_not_taken_for_padding():
     for batch, given, said in (
         (short, None, None),
         (BATCH, mask, None),
-        (BATCH, None, "is padding to the trace and a token to the batch, .* pass padding_mask"),
-        (short, torch.zeros_like(mask), "by its padding_mask; 2 rows"),
-        (short, mask.flip(0) | mask, "is a token to the trace"),
+        (BATCH, None, r"is token \d+ in the batch and padding in the trace.* pass padding_mask"),
+        (short, torch.zeros_like(mask), "in the batch and padding in the trace; 2 of"),
+        (short, mask.flip(0) | mask, "is padding in the batch and token"),
     ):
         with on.routed.replay(trace), torch.no_grad():
             run = partial(on.run, batch, padding_mask=given)

@@ -159,7 +159,7 @@ class ForerouteEP(AutoEP):
 
         # the assignment of each row that is sent; sorted as "all_to_all" sorts, since in another order bits may differ
         sent_A = ids_A.argsort().index_select(0, rows.send_permutation)
-        group, what = self.ep_mesh.get_group(), f"rows of {work.name}"
+        group, what = self.ep_mesh.get_group(), f"rows of {work.cell}"
         arrived = ExchangeRows.apply(hidden_ND[sent_A // top_k], rows.send_G, rows.receive_G, group, what)
 
         if replicas is not None:

@@ -85,7 +85,7 @@ class PlannedLayer:
         # The map has lost the order of picks, and Megatron adds up the picks of a token in ascending order of their
         # ids. E to 1 in place of the ones of the map makes topk, whose result is in descending order, give them so.
         ids_NK = (routing_map * self._descending_E).topk(top_k, dim=1).indices
-        self._handle = DispatchHandle(self._group, work.name, work.begin(routing_map.sum(0)), ids_NK)
+        self._handle = DispatchHandle(self._group, work.cell, work.begin(routing_map.sum(0)), ids_NK)
         self._shape = hidden_states.shape
         if self._shared is not None:
             self._shared.pre_forward_comm(hidden_states)
