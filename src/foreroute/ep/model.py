@@ -81,6 +81,7 @@ class ExpertParallelModel(ABC):
         chunks: Sequence[Sequence[int]],
         owner_AG: NDArray[np.int64] | None = None,
     ) -> None:
+        block_home_LE.setflags(write=False)  # who changed it in place would tell nobody
         self.home_LE, self.block_home_LE = block_home_LE, block_home_LE
         self.chunks = chunks
         self.holder: ExecutionHolder | None = None
@@ -170,10 +171,8 @@ class ExpertParallelModel(ABC):
         """Compute every routed layer of every micro-batch by its cell of a plan while the context is open.
 
         Opened around `replay` sessions of the micro-batches, in their order, or around one call of Megatron's schedule
-        whose forward step is `replaying`, with backward inside. Every forward of the model is one of them. In between
-        no rank asks another on the host, and nobody waits for the device. On Hugging Face routed experts are given the
-        rows that have a route: padding gets zeros from them, and so does the last token of a sequence, which no other
-        row depends on.
+        whose forward step is `replaying`, with backward inside. Every forward of the model is one of them. On Hugging
+        Face routed experts give zeros to padding, and to the last token of a sequence, which no row depends on.
 
         Args:
             holder: where the layers of the model look for the plan. Models hand it in.
@@ -189,11 +188,11 @@ class ExpertParallelModel(ABC):
         Raises:
             PlanError: when plans differ, one is for other ranks, layers, experts, homes or tokens, or a layer cannot
                 execute one.
-            CountsError: when the plan was made for other counts, or a micro-batch has others. On the rank alone whose
-                forward brings other routes than `micro_batches`; the others end with it.
+            CountsError: when the plan was made for other counts, or a micro-batch has others; on the rank alone whose
+                forward brings other routes.
             TraceError: when a rank hands in what is no micro-batch of the model.
-            ReplayError: when a planned micro-batch was not run, or a router did not do what was replayed; in a forward
-                that replays nothing, or when a plan is executed already.
+            ReplayError: when a planned micro-batch was not run, a router did not do what was replayed, a forward
+                replays nothing, or a plan is executed already.
         """
         self._require_no_execution("another one begins")
         self._step = self._step + 1 if step is None else step
@@ -206,24 +205,18 @@ class ExpertParallelModel(ABC):
                 "for them; record those rows, or leave their sequences out",
                 stacklevel=3,
             )
-        with self.activate(holder, execution), self.layers_in_place():
-            yield execution
-
-    @contextmanager
-    def activate(self, holder: ExecutionHolder, execution: PlanExecution) -> Iterator[PlanExecution]:
-        """Have layers find an execution while the context is open, and end it on all ranks alike."""
-        number = execution.number
         if execution.engine is not None:
             execution.engine.take_records()  # of an execution that failed
             if not (self.gathers_late or any(each.is_at_home for each in execution.passes.values())):
                 execution.begin_transfers("update")
         self.holder, holder.execution = holder, execution
         try:
-            yield execution
+            with self.layers_in_place():
+                yield execution
         finally:
             holder.execution = None
         execution.end_transfers()
-        with self.groups.everyone.agree(f"ending step {number}", ReplayError):
+        with self.groups.everyone.agree(f"ending step {execution.number}", ReplayError):
             execution.require_ran()
 
     def share_plan(self, make: Callable[[], StepPlan]) -> StepPlan:
@@ -261,10 +254,8 @@ class ExpertParallelModel(ABC):
         """Move experts to other expert-parallel ranks, with all that the optimizer keeps for them.
 
         Called on every rank of the job, between two steps, when gradients have been set to zero. Routers go on in
-        logical experts, and so do traces, auxiliary losses, expert bias and counts. What arrives on a rank is held
-        beside what is there until all ranks have everything; then it is written in place, experts in ascending order of
-        their ids. On Hugging Face, move them back to `block_home_LE` before anything is saved or loaded, which is
-        refused while experts are away.
+        logical experts, and so do traces, auxiliary losses, expert bias and counts. Nothing is written until all ranks
+        have everything. On Hugging Face, move them back to `block_home_LE` before anything is saved or loaded.
 
         Args:
             homes: a plan, of which homes alone are taken, or integers [L, E]: the rank of the group that each expert
@@ -282,6 +273,7 @@ class ExpertParallelModel(ABC):
         """
         self._require_no_execution("experts move")
         received, self.home_LE = self.move(homes.home_LE if isinstance(homes, StepPlan) else homes, optimizer)
+        self.home_LE.setflags(write=False)
         if self._engine is not None:
             self._engine.end_step()  # slots hold experts by their old homes
         return received

@@ -113,9 +113,7 @@ def _has_gradient(parameter: nn.Parameter) -> bool:
 class ParameterState(NamedTuple):
     """What an optimizer keeps for one parameter on this rank."""
 
-    tensors: dict[str, Tensor]  # flattened, by name
-    start: int = 0  # the element of the flattened parameter that they begin at
-    whole: int | None = None  # elements of the parameter; None where the tensors have all of them
+    tensors: dict[str, HeldTensor]  # by name
     counts: tuple[tuple[str, float], ...] = ()  # state without dimensions, such as the number of steps
 
 
@@ -147,13 +145,13 @@ def held_tensors(
     for name, parameter in expert.items():
         held[name] = HeldTensor.of(parameter.detach().view(-1))
         kept = state.get(parameter, ParameterState({}))
-        for key, tensor in kept.tensors.items():
-            if tensor.device != parameter.device:
+        for key, each in kept.tensors.items():
+            if each.tensor.device != parameter.device:
                 raise TransferError(
-                    f"{key} of {name} is on {tensor.device} and the parameter on {parameter.device}; bring what was "
-                    "offloaded back before homes are moved"
+                    f"{key} of {name} is on {each.tensor.device} and the parameter on {parameter.device}; bring what "
+                    "was offloaded back before homes are moved"
                 )
-            held[f"{name}, {key}"] = HeldTensor.of(tensor, kept.start, kept.whole)
+            held[f"{name}, {key}"] = each
     return held
 
 
@@ -230,12 +228,12 @@ def _state_of(
     kept: dict[str, Any], main: Mapping[str, Tensor] | None = None, start: int = 0, whole: int | None = None
 ) -> ParameterState:
     """Tell tensors with dimensions, flattened, from the rest of what is kept, which must be numbers."""
-    tensors, counts = dict(main or {}), []
+    tensors, counts = {name: HeldTensor.of(tensor, start, whole) for name, tensor in (main or {}).items()}, []
     for name, value in kept.items():
         if isinstance(value, Tensor) and value.dim():
             if not value.is_contiguous():
                 raise TransferError(f"{name} in the state of the optimizer is not contiguous, so it cannot be moved")
-            tensors[name] = value.detach().view(-1)
+            tensors[name] = HeldTensor.of(value.detach().view(-1), start, whole)
         elif value is not None:  # such as the momentum of SGD without momentum
             counts.append((name, float(value)))
-    return ParameterState(tensors, start, whole, tuple(sorted(counts)))
+    return ParameterState(tensors, tuple(sorted(counts)))

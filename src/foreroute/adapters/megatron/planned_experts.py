@@ -44,7 +44,7 @@ class PlannedExperts(ExpertParallelModel):
         block_E = block_homes(spec.num_experts, ep_size).astype(np.int16)
         ep_group: Any = self._sites[0][1].block.ep_group if self._sites else self._groups.ep
         of_chunks = [[spec.layers.index(layer) for layer in chunk.layers] for chunk in chunks]
-        super().__init__(ep_group, _fixed(np.tile(block_E, (spec.num_layers, 1))), of_chunks)
+        super().__init__(ep_group, np.tile(block_E, (spec.num_layers, 1)), of_chunks)
         self._of_job: RankConsensus | None = None
         self._moving_ranks: MovingRanks | None = None
         self._guarded: WeakSet[Any] = WeakSet()  # optimizers whose checkpoints follow their experts
@@ -102,8 +102,7 @@ class PlannedExperts(ExpertParallelModel):
             everyone = self.groups.everyone
             self._of_job = everyone if everyone.size == dist.get_world_size() else RankConsensus()
         num_ranks = self.groups.consensus.size
-        agreed_LE = agree_on_homes(self._of_job, self.home_LE, home_LE, num_ranks, self._objection_to_moves())
-        after_LE = _fixed(agreed_LE.copy())
+        after_LE = agree_on_homes(self._of_job, self.home_LE, home_LE, num_ranks, self._objection_to_moves())
         moved = [(row, site) for row, site, _ in self._sites if (self.home_LE[row] != after_LE[row]).any()]
         if moved and self._moving_ranks is None:
             self._moving_ranks = self._make_moving_ranks()
@@ -143,11 +142,6 @@ class PlannedExperts(ExpertParallelModel):
 
     def _away_LE(self) -> NDArray[np.int16] | None:
         return None if np.array_equal(self.home_LE, self.block_home_LE) else self.home_LE
-
-
-def _fixed(home_LE: NDArray[np.int16]) -> NDArray[np.int16]:
-    home_LE.setflags(write=False)
-    return home_LE
 
 
 _executed: WeakSet[nn.Module] = WeakSet()
