@@ -17,9 +17,8 @@ from foreroute.adapters import hf
 from foreroute.ep.transfer.engine import TransferOptions
 from tests.ep.executor_properties import RIGHT, ending, enter, require_said, run, said_by
 from tests.ep.spread_models import load_spread
-from tests.ep.spread_steps import LAYERS, ONE_GROUP, TWO_GROUPS, SpreadStep
+from tests.ep.spread_steps import LAYERS, TWO_GROUPS, SpreadStep
 from tests.ep.transfer.plans import split_plan
-from tests.tiers import grid
 
 
 def executions(rank, folder, sizes):
@@ -60,36 +59,6 @@ def test_both_groups_end_with_the_same_error_and_go_on(workers, folder_of):
             require_said(found, words)
             assert all_to_alls == 0
             assert right == ("nothing", RIGHT)
-
-
-def sharing(rank, folder, sizes, failing):
-    """How it ends where one rank cannot plan; then all of them can."""
-    s = SpreadStep(rank, folder, sizes)
-
-    def make():
-        assert rank in (0, 2), "the first rank of a group plans"
-        return s.plan
-
-    def fail():
-        if rank == failing:
-            raise RuntimeError("no room to plan")
-
-    ended = said_by(s.routed.share_plan, lambda: fail() or make())
-    assert s.routed.share_plan(make).counts_digest == s.plan.counts_digest
-    return ended
-
-
-FAILED = "RuntimeError: no room to plan"
-OTHERS = (
-    "PlanError: waiting for the plan of the first rank: rank {}: RuntimeError('no room to plan'), "
-    "whose trace is in the log of that rank"
-)
-
-
-@grid(("ranks", "sizes", "failing"), [(2, ONE_GROUP, 0), (4, TWO_GROUPS, 2)], quick=1)
-def test_a_planner_that_fails_ends_all(workers, folder_of, ranks, sizes, failing):
-    expected = [FAILED if rank == failing else OTHERS.format(failing) for rank in range(ranks)]
-    assert workers(ranks).run(sharing, folder_of(), sizes, failing) == expected
 
 
 NOT_OURS = {
