@@ -3,6 +3,7 @@
 Ranks run it: whatever is wrong on one of them ends all of them alike.
 """
 
+import itertools
 import traceback
 from abc import ABC, abstractmethod
 from dataclasses import replace
@@ -18,6 +19,7 @@ from foreroute.ep.execution import CellWork
 from foreroute.ep.replicas import Replicas
 from foreroute.ep.transfer.engine import TransferEngine, TransferOptions
 from foreroute.layout import pack_sequences
+from foreroute.plan.options import PASS_NAMES
 from foreroute.testing.routes import synthetic_trace
 from tests.ep.asking import asking
 from tests.ep.transfer.plans import least_fetches_L, loads_MLG, random_plan, split_plan, static_plan
@@ -353,6 +355,23 @@ def check_ranks_ask_each_other_on_entering_and_leaving_alone(make):
         found.append(asked.count("all_gather_object"))
     s.gradients()
     assert [*found, asked.count("all_gather_object")] == [1, 1, 2], asked
+
+
+def check_a_pass_that_saves_too_little_runs_at_home_and_moves_nothing(make):
+    s = make()
+    for pass_name, at_home in itertools.product(PASS_NAMES, (False, True)):
+        plan, found = replace(s.plan, gains=dict.fromkeys(PASS_NAMES, 0.3) | {pass_name: 0.3 - 0.291 * at_home}), []
+        for given in (None, plan):
+            with s.execute(given) as execution, torch.set_grad_enabled(pass_name == "update"):
+                log_probs = [s.log_probs(m) for m in range(MICRO_STEPS)]
+                if pass_name == "update":
+                    sum(each.sum() for each in log_probs).backward()
+            found.append([*log_probs, *s.gradients().values()])
+        kinds = {record.kind for record in execution.transfers}
+        assert kinds == (set() if at_home else {"fetch", "return"} if pass_name == "update" else {"fetch"})
+        assert not at_home or all(map(torch.equal, *found))
+        served_ML = loads_MLG(plan.in_pass(pass_name), s.counts_MLGE)[..., s.rank]
+        assert (execution.executed_ML == served_ML).all()
 
 
 def check_a_planner_that_fails_ends_all_ranks(make):

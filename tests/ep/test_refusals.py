@@ -14,7 +14,6 @@ import torch.distributed as dist
 from transformers import AutoModelForCausalLM
 
 from foreroute.adapters import hf
-from foreroute.ep.transfer.engine import TransferOptions
 from tests.ep.executor_properties import RIGHT, ending, enter, require_said, run, said_by
 from tests.ep.spread_models import load_spread
 from tests.ep.spread_steps import LAYERS, TWO_GROUPS, SpreadStep
@@ -79,11 +78,7 @@ def asked_of(rank, folder, name):
     calls = [
         lambda: routed.gather_counts([]),
         lambda: routed.execute(None, np.zeros((1, LAYERS, 2, 8), np.int32), []).__enter__(),
-        lambda: routed.share_plan(lambda: None),
-        lambda: routed.use(TransferOptions(paths="host")),
-        lambda: routed.move_homes(np.zeros((LAYERS, 8), np.int16)),
         lambda: routed.home_LE,
-        lambda: routed.block_home_LE,
     ]
     return [said_by(call) for call in calls]
 

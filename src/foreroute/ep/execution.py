@@ -55,7 +55,10 @@ class PassPlan:
     group_schedule: ExecutionSchedule  # of `plan`, for this rank: rows and gradients travel by it
     joined: StepPlan  # of all groups that hold the same experts
     fetch_schedule: ExecutionSchedule  # of `joined`: weights travel by it
-    num_replicas_ML: NDArray[np.int64]  # of `joined`
+
+    @cached_property
+    def num_replicas_ML(self) -> NDArray[np.int64]:
+        return self.joined.num_replicas_ML
 
     @cached_property
     def is_at_home(self) -> bool:
@@ -119,7 +122,7 @@ class PlanExecution:
         assert engine is not None, "a chunk that replays has layers"
         if not plan.is_at_home:
             self.begin_transfers(pass_name)
-            engine.expect_backward(pass_name == "update")
+            engine.expects_backward = pass_name == "update"
         # Here and once: for recomputation and backward too, and outside of the selective checkpoints of layers, which
         # number operators.
         sent_R, layers = self._find_sent(micro_step, rows), self.chunks[chunk]
@@ -131,7 +134,7 @@ class PlanExecution:
         engine, plan = self.engine, self.passes[pass_name]
         if engine is None or plan.is_at_home or self._has_plan:
             return
-        if takes_host_memory(engine.paths):
+        if takes_host_memory(engine.options.paths):
             self.before_publishing()
         # passes that are not at home are of one plan
         engine.begin_step(self.number, plan.joined, plan.fetch_schedule, plan.group_schedule)
@@ -228,14 +231,10 @@ class CellWork:
     is_recomputation: bool  # an activation checkpoint runs the layer again, in either pass of the plan
 
     @property
-    def has_replicas(self) -> bool:
-        """Whether some rank has a replica in the cell."""
-        return bool(self.cells.plan.num_replicas_ML[self.cell.micro_step, self.cell.layer])
-
-    @property
-    def num_replicas_here(self) -> int:
-        """How many replicas this rank has."""
-        return len(self.cells.plan.fetch_schedule.cell(self.cell.micro_step, self.cell.layer).hosted)
+    def num_replicas(self) -> int | None:
+        """How many replicas this rank has in the cell; None where no rank has one."""
+        plan, at = self.cells.plan, (self.cell.micro_step, self.cell.layer)
+        return len(plan.fetch_schedule.cell(*at).hosted) if plan.num_replicas_ML[at] else None
 
     def begin(self, counts_E: Tensor) -> CellRows:
         """Return the rows of the cell, which begins to run, given the assignments of its router, integers [E]."""

@@ -67,6 +67,7 @@ class ExpertParallelModel(ABC):
 
     Attributes:
         home_LE: int16 [L, E], the rank of the group that every expert lives on now.
+        transfers: how weights of replicas travel.
         holder: whose `execution` is the plan that is executed now; None until one was executed.
     """
 
@@ -86,7 +87,7 @@ class ExpertParallelModel(ABC):
         self.chunks = chunks
         self.holder: ExecutionHolder | None = None
         self._group, self._owner_AG = group, owner_AG
-        self._transfers = TransferOptions()
+        self.transfers = TransferOptions()
         self._engine: TransferEngine | None = None
         self._step = 0
 
@@ -119,8 +120,7 @@ class ExpertParallelModel(ABC):
 
         Args:
             find_batches: returns the micro-batches of this rank, in the order in which they will run. Models are given
-                what these are made of: traces, or what `rows` or `shard` of the model made of them. A rank without
-                sequences in a micro-step has `trace.select([])` there.
+                what these are made of; a rank without sequences in a micro-step has `trace.select([])` there.
 
         Returns:
             counts_MLGE: int32 [M, L, G, E], the same on every rank of the group and its pipeline stages. Rows without a
@@ -142,11 +142,7 @@ class ExpertParallelModel(ABC):
         return self._gather(counts_MLE, what)
 
     def gather_executed(self, executions: Sequence[PlanExecution]) -> NDArray[np.int64]:
-        """Gather what experts computed in executions that have ended, one after the other.
-
-        Returns:
-            executed_MLG: int64 [M, L, G], assignments, the same on every rank of the group and its pipeline stages.
-        """
+        """Gather the assignments that experts computed in ended executions: int64 [M, L, G], on every rank."""
         executed_ML = np.concatenate([each.executed_ML for each in executions])
         return self._gather(executed_ML, "gathering what was executed")
 
@@ -222,11 +218,8 @@ class ExpertParallelModel(ABC):
     def share_plan(self, make: Callable[[], StepPlan]) -> StepPlan:
         """Give all ranks of an expert-parallel group the plan that the first one makes.
 
-        Args:
-            make: called on the first rank alone; it may wait for a thread that plans.
-
-        Raises:
-            PlanError: on the other ranks, when the first cannot make it; there, its own error.
+        `make` is called on the first rank alone, and may wait for a thread that plans. When it fails, the other ranks
+        raise `PlanError`, and the first its own error.
         """
         group, what, content = self.groups.consensus, "waiting for the plan of the first rank", b""
         with self.groups.everyone.agree(what, PlanError):
@@ -239,16 +232,12 @@ class ExpertParallelModel(ABC):
     def use(self, transfers: TransferOptions) -> None:
         """Have weights of replicas travel so from the next execution on; by default from peer to peer, a cell ahead.
 
-        Args:
-            transfers: the same on every rank of the model. With `paths="host"`, the topology of a plan says how many
-                ranks share a node's memory.
-
-        Raises:
-            ReplayError: while a plan is executed.
+        The same on every rank of the model. With `paths="host"`, the topology of a plan says how many ranks share a
+        node's memory. Raises `ReplayError` while a plan is executed.
         """
         self._require_no_execution("weights travel in another way")
         self.close()
-        self._transfers = transfers
+        self.transfers = transfers
 
     def move_homes(self, homes: StepPlan | ArrayLike, optimizer: Any = None) -> int:
         """Move experts to other expert-parallel ranks, with all that the optimizer keeps for them.
@@ -279,18 +268,10 @@ class ExpertParallelModel(ABC):
         return received
 
     def close(self) -> None:
-        """Release what weights of replicas travel by, such as memory that ranks share; it is made again when needed.
-
-        Groups of ranks stay. Never raises: errors end here too.
-        """
+        """Release what weights of replicas travel by, but for groups; it is made again when needed. Never raises."""
         if self._engine is not None:
             self._engine.close()
         self._engine = None
-
-    @property
-    def prefetch(self) -> int:
-        """Cells ahead of the one that runs whose replicas are fetched."""
-        return self._transfers.prefetch
 
     @cached_property
     def groups(self) -> RankGroups:
@@ -315,7 +296,7 @@ class ExpertParallelModel(ABC):
             is_of_all = groups.peers.size == groups.everyone.size
             self._engine = TransferEngine(
                 homes,
-                self._transfers,
+                self.transfers,
                 groups.peers,
                 groups.everyone if is_of_all else groups.consensus,
                 first=groups.members[0] if is_of_all else 0,
@@ -372,7 +353,7 @@ class ExpertParallelModel(ABC):
             is_partly_known = not all(each.is_whole for each in batches)
             differs = plan.is_at_home("recompute") != plan.is_at_home("update")
             vote.numbers = is_partly_known, differs, *(int(each.hosts.offsets[-1]) for each in in_pass.values())
-        warn_of_lacks(plan, self.executor, self._transfers.paths)
+        warn_of_lacks(plan, self.executor, self.transfers.paths)
         is_known_M = [True] * len(batches)
         if vote.numbers_GN[groups.members, 0].any():
             partly_M = torch.tensor([not each.is_whole for each in batches], dtype=torch.int32)
@@ -400,7 +381,7 @@ class ExpertParallelModel(ABC):
         self, plans: list[StepPlan], counts_MLGE: NDArray[np.integer], num_replicas_W: NDArray[np.int64]
     ) -> list[PassPlan]:
         """Compile the plan of each pass for this rank, and that by which weights travel, on all ranks at once."""
-        groups, paths = self.groups, self._transfers.paths
+        groups, paths = self.groups, self.transfers.paths
         own = [ExecutionSchedule(plan, counts_MLGE, groups.consensus.rank, paths=paths) for plan in plans]
         joined, weights = plans, own
         if self._owner_AG is not None:
@@ -410,7 +391,7 @@ class ExpertParallelModel(ABC):
             none_MLWE = np.zeros((*plans[0].shape[:2], groups.everyone.size, plans[0].shape[2]), np.int32)
             weights = [ExecutionSchedule(each, none_MLWE, groups.everyone.rank, paths=paths) for each in joined]
         return [
-            PassPlan(plan, schedule, of_all, of_weights, of_all.num_replicas_ML)
+            PassPlan(plan, schedule, of_all, of_weights)
             for plan, schedule, of_all, of_weights in zip(plans, own, joined, weights, strict=True)
         ]
 

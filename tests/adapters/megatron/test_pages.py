@@ -106,26 +106,21 @@ def test_routes_of_rollouts_are_found_by_their_tokens():
         SimpleNamespace(trajectory=[each], routes=[of.tolist()]) for each, of in zip(tokens, routes, strict=True)
     ]
     known = RolloutRoutes()
-    for names_them in (False, True):
-        if names_them:
+    for numbers, follows in (((1, 0), False), ((1, 0), True), ((2,), True), ((), True)):
+        if follows:
             known.remember(model, rollouts, pad)
-        for numbers, follows in (((1, 0), names_them), ((2,), names_them), ((), False)):
-            slots = [-(-lengths[n] // 4) * 4 for n in numbers]
-            row = [
-                token
-                for n, width in zip(numbers, slots, strict=True)
-                for token in tokens[n] + [pad] * (width - lengths[n])
-            ]
-            row = torch.tensor([row + [pad] * (PAGE_WIDTH - len(row))])
-            ends = torch.tensor([0, *slots, PAGE_WIDTH - sum(slots)]).cumsum(0).int()
-            packed = PackedSeqParams("thd", ends, ends, ends, ends, PAGE_WIDTH, PAGE_WIDTH)
-            with Dispatched([model]).watch() as seen, known.replayed(row, packed):
-                model(row, torch.arange(PAGE_WIDTH)[None], None, packed_seq_params=packed)
-            for layer, [(_, map_RE, *_)] in seen.calls.items():
-                for n, begin in zip(numbers, ends.tolist(), strict=False):
-                    ran_RE = torch.from_numpy(map_RE[begin : begin + lengths[n] - 1])
-                    told_RE = torch.zeros(ran_RE.shape, dtype=torch.bool).scatter(1, routes[n][:, layer], True)
-                    assert torch.equal(ran_RE, told_RE) == follows, (numbers, layer)
+        slots = [-(-lengths[n] // 4) * 4 for n in numbers]
+        row = [t for n, width in zip(numbers, slots, strict=True) for t in tokens[n] + [pad] * (width - lengths[n])]
+        row = torch.tensor([row + [pad] * (PAGE_WIDTH - len(row))])
+        ends = torch.tensor([0, *slots, PAGE_WIDTH - sum(slots)]).cumsum(0).int()
+        packed = PackedSeqParams("thd", ends, ends, ends, ends, PAGE_WIDTH, PAGE_WIDTH)
+        with Dispatched([model]).watch() as seen, known.replayed(row, packed):
+            model(row, torch.arange(PAGE_WIDTH)[None], None, packed_seq_params=packed)
+        for layer, [(_, map_RE, *_)] in seen.calls.items():
+            for n, begin in zip(numbers, ends.tolist(), strict=False):
+                ran_RE = torch.from_numpy(map_RE[begin : begin + lengths[n] - 1])
+                told_RE = torch.zeros(ran_RE.shape, dtype=torch.bool).scatter(1, routes[n][:, layer], True)
+                assert torch.equal(ran_RE, told_RE) == follows, (numbers, layer)
     with pytest.raises(KeyError):
         known.replayed(torch.tensor([tokens[0][::-1]]), PackedSeqParams("thd", torch.tensor([0, 5])))
 

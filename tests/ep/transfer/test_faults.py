@@ -7,7 +7,7 @@ import signal
 import time
 from contextlib import closing
 from pathlib import Path
-from typing import NamedTuple
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -17,7 +17,6 @@ import torch.distributed as dist
 from foreroute.ep.agreement import RankConsensus
 from foreroute.ep.transfer.engine import TransferEngine, TransferOptions
 from foreroute.ep.transfer.host_memory import HostMemory, open_shared
-from foreroute.ep.transfer.peers import PeerGroup
 from foreroute.errors import TransferError
 from tests.ep.transfer.plans import random_plan
 from tests.ep.transfer.toy import begin, consensus, make_engine, peers, shards, walk
@@ -26,29 +25,6 @@ from tests.tiers import grid
 MEMORY = Path("/dev/shm")
 GONE_S = 3.0
 """After which a rank is taken for dead."""
-
-
-class Fault(NamedTuple):
-    """What goes wrong on a rank, in its first exchange whose description contains some words."""
-
-    kind: str
-    rank: int
-    what: str
-
-
-class FaultyPeers(PeerGroup):
-    """A direct path on which things go wrong as ordered."""
-
-    fault: Fault | None = None
-
-    def post(self, sends, receives, what):
-        fault = self.fault
-        is_there = fault is not None and self.rank == fault.rank and fault.what in what
-        if is_there and fault.kind == "killed":
-            os.kill(os.getpid(), signal.SIGKILL)
-        if is_there:
-            raise ValueError("out of memory, say")
-        return super().post(sends, receives, what)
 
 
 def read_late(rank, plan, votes):
@@ -101,10 +77,20 @@ def test_a_rank_that_ends_ends_every_other_with_one_message(doomed, kind, paths)
 
 
 def end_in_a_step(rank, plan, options, kind):
-    group = peers(timeout_s=GONE_S, kind=FaultyPeers)
-    homes = shards(plan, rank)
-    with closing(TransferEngine(dict(enumerate(homes)), options, group, consensus(GONE_S))) as engine:
-        group.fault = Fault(kind, 2, "gradients of step 0, micro-step 0, routed layer 1")
+    group = peers(timeout_s=GONE_S)
+    homes, post = shards(plan, rank), group.post
+
+    def failing(sends, receives, what):
+        if rank == 2 and "gradients of step 0, micro-step 0, routed layer 1" in what:
+            if kind == "killed":
+                os.kill(os.getpid(), signal.SIGKILL)
+            raise ValueError("out of memory, say")
+        return post(sends, receives, what)
+
+    with (
+        closing(TransferEngine(dict(enumerate(homes)), options, group, consensus(GONE_S))) as engine,
+        mock.patch.object(group, "post", failing),
+    ):
         walk(engine, plan, rank)
 
 

@@ -97,13 +97,13 @@ def fetched(engine, cell):
 def begin(weights, step, plan, *, updating=True):
     """Activate a plan of which nothing but its weights is executed."""
     rank = min(weights._peers.rank, plan.topology.num_ranks - 1)  # a plan for other ranks is refused later
-    schedule = ExecutionSchedule(plan, no_tokens(plan), rank, paths=weights.paths)
+    schedule = ExecutionSchedule(plan, no_tokens(plan), rank, paths=weights.options.paths)
     weights.begin_step(step, plan, schedule)
-    weights.expect_backward(updating)
+    weights.expects_backward = updating
 
 
-def make_engine(plan, rank, options=None, *, kind=PeerGroup, homes=None):
+def make_engine(plan, rank, options=None, *, homes=None):
     """An engine of these shards, or of trainable ones."""
     homes = shards(plan, rank) if homes is None else homes
     options = options or TransferOptions(paths="host")
-    return TransferEngine(dict(enumerate(homes)), options, peers(kind=kind), consensus())
+    return TransferEngine(dict(enumerate(homes)), options, peers(), consensus())

@@ -153,7 +153,7 @@ class ForerouteEP(AutoEP):
         ids_A, top_k = ids_NK.reshape(-1), ids_NK.shape[1]
         rows = work.begin(ids_A.new_zeros(self.num_experts).index_add_(0, ids_A, torch.ones_like(ids_A)))
         (home, terms), replicas = self._home(), None
-        if work.has_replicas:
+        if work.num_replicas is not None:
             replicas = StackedReplicas(work.cell, work.cells.engine, home, terms)
             home = dict(zip(home, replicas.register(), strict=True))
 

@@ -74,7 +74,7 @@ class PlannedLayer:
             work.cell,
             work.cells.engine,
             self._home,
-            num_replicas=work.num_replicas_here if work.has_replicas else None,
+            num_replicas=work.num_replicas,
             fuses_gradients=self._fuses_gradients,
         )
         if replicas.on_any_rank:

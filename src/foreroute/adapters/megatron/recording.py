@@ -60,9 +60,8 @@ def rows_over_ranks(
         if not with_tokens:
             raise ReplayError("no pipeline stage was given the tokens of a micro-batch, so that no trace can be made")
         lengths_S, layout, width = call.sequences()
-        # torch sends no uint16
-        ids = [None if each.ids_LRK is None else _as_signed(each.ids_LRK) for each in of_chunks]
-        narrow = torch.uint8 if spec.id_dtype.itemsize == 1 else torch.int16
+        narrow = torch.uint8 if spec.id_dtype.itemsize == 1 else torch.int16  # torch sends no uint16
+        ids = [None if each.ids_LRK is None else each.ids_LRK.view(narrow) for each in of_chunks]
         nothing = torch.zeros(call.num_router_rows, spec.top_k, dtype=narrow, device=call.device)
         ids_NLK, values_NL = collect_rows(ids, nothing, layout).view(spec.id_dtype), None
         if any(asked for _, asked, _ in stages):
@@ -84,7 +83,3 @@ def _gather(tensor: Tensor, group: Any) -> Tensor:
     everywhere = tensor.new_empty(group.size() * len(tensor), *tensor.shape[1:])
     torch.distributed.all_gather_into_tensor(everywhere, tensor.contiguous(), group=group)
     return everywhere.view(group.size(), *tensor.shape)
-
-
-def _as_signed(ids_LRK: Tensor) -> Tensor:
-    return ids_LRK.view(torch.int16) if ids_LRK.dtype == torch.uint16 else ids_LRK
