@@ -37,13 +37,8 @@ LOST = 1e-3
 class PlannedStep(ABC):
     """What a framework says of itself: a model of three routed layers of 8 experts, and a step for it on this rank.
 
-    Attributes:
-        rank: of this process.
-        model: a module.
-        routed: the same, attached.
-        traces: what is replayed in each of two micro-steps.
-        counts_MLGE: of all ranks.
-        plan: with replicas; None where it is given no slots.
+    It has `rank`, `model`, `routed`, the `traces` of two micro-steps, `counts_MLGE` of all ranks, and a `plan` with
+    replicas, or None.
     """
 
     @abstractmethod

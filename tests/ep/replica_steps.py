@@ -31,19 +31,12 @@ SPREAD = {
 
 @dataclass(frozen=True)
 class Way:
-    """How a step is executed.
+    """How a step is executed."""
 
-    Attributes:
-        plan: None, or the seed of random replicas and splits.
-        slots: "layer" or "shared".
-        paths: "direct" or "host".
-        use_reentrant: of activation checkpointing; None without.
-    """
-
-    plan: int | None = 3
+    plan: int | None = 3  # the seed of random replicas and splits
     slots: str = "layer"
     paths: str = "direct"
-    use_reentrant: bool | None = None
+    use_reentrant: bool | None = None  # of activation checkpointing; None without
 
 
 def batch(number, micro_step):
@@ -90,18 +83,12 @@ def alone(folder, num_batches):
 
 @dataclass
 class Ran:
-    """A step on one rank.
+    """A step on one rank."""
 
-    Attributes:
-        log_probs, grads: of this rank, and of all.
-        rows: of this rank, by micro-step and layer: planned, and executed.
-        fetched: bytes that came for replicas, by path.
-    """
-
-    log_probs: torch.Tensor
-    grads: dict[str, torch.Tensor]
-    rows: tuple = ()
-    fetched: dict[str, int] = field(default_factory=dict)
+    log_probs: torch.Tensor  # of this rank
+    grads: dict[str, torch.Tensor]  # of all
+    rows: tuple = ()  # of this rank, by micro-step and layer: planned, and executed
+    fetched: dict[str, int] = field(default_factory=dict)  # bytes that came for replicas, by path
 
 
 def steps(rank, folder, spread, dtype, ways):

@@ -190,7 +190,7 @@ def test_adapters_are_trained_switched_merged_moved_and_unloaded_as_on_one_proce
 
 
 def saved(rank, folder, written):
-    """Write adapters; take up others, twice as large; whether those are there."""
+    """Write adapters, and take up what PEFT makes of them."""
     model = hf.spread_adapters(with_lora(load_spread(folder, dtype=torch.float64)))
     model.save_pretrained(written, is_main_process=rank == 0)
     given = {name: 2 * each for name, each in peft.get_peft_model_state_dict(model).items()}

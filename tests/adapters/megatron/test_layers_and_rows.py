@@ -89,9 +89,7 @@ def test_tokens_are_not_taken_for_padding():
 @on_ranks(1)
 def test_cumulative_lengths_that_do_not_ascend_from_0_are_refused():
     for wrong in ([0, 2**63 - 1, -(2**63), -1, 3], [0, 4, 2], [1, 3], [[0, 3]], [0.0, 3.0], []):
-        said = r"integers \[sequences \+ 1\].*ascend.*0"
-        refuses(BatchMismatchError, said, partial(lengths_of, torch.tensor(wrong)))
-    assert lengths_of(torch.tensor([0, 3, 3, 5], dtype=torch.int32)).tolist() == [3, 0, 2]
+        refuses(BatchMismatchError, "that ascend from 0", partial(lengths_of, torch.tensor(wrong)))
 
 
 @on_ranks(1)

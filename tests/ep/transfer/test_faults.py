@@ -22,7 +22,6 @@ from tests.ep.transfer.plans import random_plan
 from tests.ep.transfer.toy import begin, consensus, make_engine, peers, shards, walk
 from tests.tiers import grid
 
-MEMORY = Path("/dev/shm")
 GONE_S = 3.0
 """After which a rank is taken for dead."""
 
@@ -101,7 +100,7 @@ def count_mapped(rank):
 
 
 def ask_for_too_much(rank, plan):
-    status = os.statvfs(MEMORY)
+    status = os.statvfs("/dev/shm")
     # no memory is behind it: all rows are the same one
     giant = torch.zeros(1).expand(4, status.f_blocks * status.f_frsize // 8)
     with closing(make_engine(plan, rank, homes=[{"down_proj": giant}])) as engine:
