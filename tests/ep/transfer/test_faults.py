@@ -22,8 +22,7 @@ from tests.ep.transfer.plans import random_plan
 from tests.ep.transfer.toy import begin, consensus, make_engine, peers, shards, walk
 from tests.tiers import grid
 
-GONE_S = 3.0
-"""After which a rank is taken for dead."""
+GONE_S = 3.0  # after which a rank is taken for dead
 
 
 def read_late(rank, plan, votes):
