@@ -28,8 +28,7 @@ from tests.roundings import GRADIENT_TERMS, roundings
 MICRO_STEPS, LAYERS = 2, 3
 RIGHT = 2 * LAYERS * MICRO_STEPS
 """All-to-alls of rows in the forwards of a step."""
-IN_SLOTS = 2 * 2
-"""Tensors of shared slots: of the cell that runs and of the next one, two names each."""
+IN_SLOTS = 2 * 2  # tensors of shared slots: of the cell that runs and of the next one, two names each
 LOST = 1e-3
 """Of the largest gradient, at least, what is lost without those of replicas."""
 
@@ -154,15 +153,11 @@ EARLY = {
         s.routed.gather_counts(s.traces[: 1 + s.rank])
     ),
     "CountsError: rank 1: micro-batch 0 makes": lambda s: enter(s, traces=s.traces[:: -1 if s.rank else 1]),
-    "CountsError: micro-batch 0 brings other routes than were planned": lambda s: run(s, 1),
     "ReplayError: runs under a plan, and outside of a replay of planned routes": lambda s: run(s, 0, replay=False),
     "ReplayError: ending step 0: rank 0: 0 of 2 planned micro-batches are here": lambda s: enter(s),
     "ReplayError: leave that execution before another one begins": lambda s: inside(s, enter, s),
     "ReplayError: a plan is executed on this model; leave that execution before another": lambda s: inside(
         s, s.attach().execute(s.plan, s.counts_MLGE, s.traces).__enter__
-    ),
-    "ReplayError: leave that execution before experts move": lambda s: inside(
-        s, s.attach().move_homes, np.roll(s.routed.home_LE, 1, axis=1)
     ),
     "PlanError: homes cannot be moved, and none were: rank 1: got homes of dtype int16 and shape (3, 7)": lambda s: (
         s.routed.move_homes(s.plan.home_LE[:, : 8 - s.rank])
@@ -211,6 +206,7 @@ def check_what_is_no_route_is_refused(make):
     wrong = [s.traces[0], 5] if s.rank else s.traces
     for do in (lambda s: s.routed.gather_counts(wrong), lambda s: enter(s, traces=wrong)):
         require_said(said_by(do, s), f"TraceError: rank 1: {s.not_cut}")
+    require_said(said_by(enter, s, s.plan, 5), "PlanError: what was planned is given as 5; expected counts or traces")
 
 
 def check_a_step_under_a_plan_is_the_step_without(make):

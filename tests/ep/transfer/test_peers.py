@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 
 from foreroute.ep.agreement import RankConsensus
+from foreroute.ep.transfer.peers import collective_errors
 from foreroute.ep.transfer.transfers import Transfer
 from tests.ep.executor_properties import said_by
 from tests.ep.transfer.toy import peers
@@ -38,6 +39,11 @@ def one_rank_gives_up(rank):
 def test_what_was_posted_is_sent_although_its_sender_lets_go_of_it(workers):
     arrived, _ = workers(2).run(one_rank_gives_up)
     assert arrived == [[10.0] * 3, [11.0] * 3]
+
+
+def test_an_error_that_no_lost_rank_has_caused_keeps_its_own_message():
+    with pytest.raises(torch.OutOfMemoryError, match="CUDA out"), collective_errors("gathering", None):
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB")
 
 
 WAITED_S = 0.5
