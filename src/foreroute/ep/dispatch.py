@@ -10,7 +10,8 @@ D hidden size, E experts, G ranks.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from itertools import repeat
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -19,6 +20,7 @@ import torch.distributed as dist
 from numpy.typing import NDArray
 from torch import Tensor
 
+from foreroute.ep.places import Places
 from foreroute.ep.transfer.cells import Cell
 from foreroute.ep.transfer.peers import collective_errors
 from foreroute.plan.schedule import CellSchedule
@@ -130,16 +132,28 @@ class CellRows(NamedTuple):
     expert_permutation: Tensor  # [rows computed], of the received rows; padding is the row of zeros behind them
     return_permutation: Tensor  # [rows received], of the computed rows
     group_of_row: Tensor  # int64 [rows computed]; replicas are counted on behind the homes
+    places: Places | None = None  # where kernels send rows by them
 
 
-def upload_rows(device: torch.device, schedules: Sequence[CellSchedule]) -> list[CellRows]:
-    """Bring the rows of several cells to the device, in one copy of each kind. The host does not wait for it."""
-    segments = [runs for cell in schedules for runs in (cell.send_segments, cell.expert_segments, cell.return_segments)]
-    indices = iter(expand_segments(segments, [int(runs[:, 1].sum()) for runs in segments], device))
-    of_groups = [np.stack([np.arange(len(cell.group_rows_S)), cell.group_rows_S], axis=1) for cell in schedules]
-    group, length = joined_to_device(of_groups, device).unbind(1)
-    num_computed = [int(cell.group_rows_S.sum()) for cell in schedules]
-    group_of_rows = group.repeat_interleave(length, output_size=sum(num_computed)).split(num_computed)
+def upload_rows(
+    device: torch.device, schedules: Sequence[CellSchedule], *, with_permutations: bool = True
+) -> list[CellRows]:
+    """Bring the rows of several cells to the device, in one copy of each kind. The host does not wait for it.
+
+    Where kernels order rows, their permutations, 32 bytes a row, are empty.
+    """
+    indices: Iterator[Tensor] = repeat(torch.empty(0, dtype=torch.int64, device=device))
+    group_of_rows: Iterable[Tensor] = [next(indices)] * len(schedules)
+    if with_permutations:
+        segments = [
+            runs for cell in schedules for runs in (cell.send_segments, cell.expert_segments, cell.return_segments)
+        ]
+        sizes = [int(runs[:, 1].sum()) for runs in segments]
+        indices = iter(expand_segments(segments, sizes, device))
+        of_groups = [np.stack([np.arange(len(cell.group_rows_S)), cell.group_rows_S], axis=1) for cell in schedules]
+        group, length = joined_to_device(of_groups, device).unbind(1)
+        num_computed = [int(cell.group_rows_S.sum()) for cell in schedules]
+        group_of_rows = group.repeat_interleave(length, output_size=sum(num_computed)).split(num_computed)
     group_rows = [part for cell in schedules for part in np.split(cell.group_rows_S, [cell.num_home])]
     ends = joined_to_device([part.cumsum(dtype=np.int32) for part in group_rows], device)
     groups = map(RowGroups, (part.tolist() for part in group_rows), ends.split([len(part) for part in group_rows]))

@@ -24,12 +24,14 @@ from torch import Tensor
 
 from foreroute.core.passes import PassStack
 from foreroute.ep.dispatch import CellRows, gather_counts, upload_rows
+from foreroute.ep.places import upload_places
 from foreroute.ep.plan_checks import objection_to_number
 from foreroute.ep.transfer.cells import Cell
 from foreroute.ep.transfer.engine import TransferEngine, TransferRecord
 from foreroute.errors import CountsError, ReplayError
 from foreroute.plan import StepPlan
 from foreroute.plan.capabilities import takes_host_memory
+from foreroute.plan.hosts import CellPlan
 from foreroute.plan.options import PassName
 from foreroute.plan.schedule import CellSchedule, ExecutionSchedule
 from foreroute.replay import ReplayRows
@@ -89,6 +91,7 @@ class PlanExecution:
     chunks: Sequence[Sequence[int]]
     engine: TransferEngine | None  # None without a layer
     before_publishing: Callable[[], None]
+    num_places: int | None = None  # of a rank, where kernels send rows by places
     executed_ML: NDArray[np.int64] = field(init=False)
     transfers: list[TransferRecord] = field(init=False, default_factory=list)
 
@@ -147,7 +150,22 @@ class PlanExecution:
         if not self.is_known_M[micro_step]:
             return {}
         cells = [plan.group_schedule.cell(micro_step, layer) for layer in layers]
-        return dict(zip(layers, upload_rows(device, cells), strict=True))
+        hosts = [plan.plan.cell(micro_step, layer) for layer in layers]
+        counts_LGE = [self.counts_MLGE[micro_step, layer] for layer in layers]
+        return dict(zip(layers, self._upload(device, cells, hosts, counts_LGE), strict=True))
+
+    def _upload(
+        self,
+        device: torch.device,
+        schedules: Sequence[CellSchedule],
+        cells: Sequence[CellPlan],
+        counts_CGE: Sequence[NDArray[np.integer]],
+    ) -> list[CellRows]:
+        rows = upload_rows(device, schedules, with_permutations=self.num_places is None)
+        if self.num_places is None:
+            return rows
+        places = upload_places(device, cells, counts_CGE, self._rank, self.num_places)
+        return [of_cell._replace(places=there) for of_cell, there in zip(rows, places, strict=True)]
 
     def _find_sent(self, micro_step: int, rows: ReplayRows) -> Tensor | None:
         """Return int64, which of the R rows experts compute, ascending; None for all."""
@@ -207,7 +225,8 @@ class PlanExecution:
         if self.micro_batches[cell.micro_step].is_shared:
             plan = plan.within(counts_GE)
         found = CellSchedule.of(plan, counts_GE, self._rank, what=str(cell))
-        return upload_rows(counts_E.device, [found])[0]
+        (rows,) = self._upload(counts_E.device, [found], [plan], [counts_GE])
+        return rows
 
 
 @dataclass(frozen=True, eq=False)

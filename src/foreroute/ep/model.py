@@ -111,6 +111,10 @@ class ExpertParallelModel(ABC):
         """Have the layers of this rank run by the plan while the context is open, where they do not look for one."""
         return nullcontext()
 
+    def places_of_rank(self, plan: StepPlan) -> int | None:
+        """Say how many places a rank has under a plan, where kernels send rows by them."""
+        return None
+
     def make_everyone(self) -> RankConsensus | None:
         """Make the group of all ranks that end alike; None where they are those of the expert-parallel group."""
         return None
@@ -375,6 +379,7 @@ class ExpertParallelModel(ABC):
             self.chunks,
             self.engine(homes),
             self.finish_gathering,
+            self.places_of_rank(plan),
         )
 
     def _schedule_passes(

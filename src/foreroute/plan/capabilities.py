@@ -16,7 +16,7 @@ from foreroute.plan.options import PASS_NAMES
 if TYPE_CHECKING:
     from foreroute.plan.step_plan import StepPlan
 
-Executor = Literal["hf", "megatron", "hf_own"]
+Executor = Literal["hf", "megatron", "megatron_flex", "hf_own"]
 FetchPath = Literal["host", "direct"]
 """How replicas get their weights: "host", through the memory that the ranks of a node share, and from peer to peer
 between nodes; "direct", from peer to peer."""
@@ -37,13 +37,15 @@ class Ability(StrEnum):
 EXECUTES: Mapping[Executor, frozenset[Ability]] = {
     "hf": frozenset({Ability.REPLICAS, Ability.HOME_MOVES, Ability.EXPERT_DATA_PARALLEL}),
     "megatron": frozenset({Ability.REPLICAS, Ability.HOME_MOVES, Ability.EXPERT_DATA_PARALLEL}),
+    "megatron_flex": frozenset({Ability.REPLICAS, Ability.HOME_MOVES, Ability.EXPERT_DATA_PARALLEL}),
     "hf_own": frozenset(),
 }
 """The abilities of `foreroute.ep` on experts that transformers spreads, and on Megatron-Core; and of what serves
 experts without it: the other classes of transformers' registry."""
 EXECUTOR_NAMES: Mapping[Executor, str] = {
     "hf": 'transformers with ep_implementation="foreroute"',
-    "megatron": "Megatron-Core",
+    "megatron": "Megatron-Core with alltoall or allgather",
+    "megatron_flex": "Megatron-Core with flex (DeepEP, HybridEP)",
     "hf_own": "transformers' own expert parallelism",
 }
 """For people."""

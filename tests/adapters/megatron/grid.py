@@ -148,11 +148,7 @@ def under(kind, ranks=2, more=(), layers=2, **cell):
 GATHERED, PARTLY, OVERLAPPING = {"dispatcher": "allgather"}, {"complete": False}, {"told": OVERLAP}
 DISTRIBUTED = {"optimizer": "distributed", **OVERLAPPING}
 EXECUTED = {
-    "ep2": [
-        under("planned", packed=True),
-        under("static", recompute="uniform", **GATHERED),
-        under("planned", dispatcher="flex", settings=(("moe_flex_dispatcher_backend", "deepep"),)),
-    ],
+    "ep2": [under("planned", packed=True), under("static", recompute="uniform", **GATHERED)],
     "ep2-tp2": [under("static", tp=2), under("random", tp=2, recompute="uniform", packed=True, **GATHERED)],
     "ep2-cp2": [
         under("planned", more=PARTLY, cp=2, recompute="block", packed=True),
@@ -190,3 +186,28 @@ GROUPED = {
     ),
 }
 """Experts in TEGroupedMLP, each under all kinds of plans."""
+
+
+FLEX_BACKENDS = ("deepep", "hybridep")
+
+
+def on_flex(backend, cell, ranks=2, **more):
+    """A case whose layers dispatch by these kernels, of which tests have stand-ins."""
+    settings = (("moe_flex_dispatcher_backend", backend), *cell.settings)
+    return ExecutionCase(dataclasses.replace(cell, dispatcher="flex", settings=settings), ranks, **more)
+
+
+THREE = with_settings(THREE_PICKS, ep=2, layers=2, packed=True)
+FLEX = {
+    "ep2": (Cell(ep=2, layers=2), 2, {}, ("planned",)),
+    "ep2-tp2, all recomputed": (Cell(ep=2, tp=2, layers=2, recompute="uniform", packed=True), 2, {}, ("random",)),
+    "ep2, three picks": (THREE, 2, {}, ("static", "planned")),
+    "ep2, grouped, rows without a route": (
+        *(Cell(ep=2, layers=2, experts="grouped, fused", recompute="selective"), 2, {"complete": False}),
+        ("planned",),
+    ),
+    "ep4": (Cell(ep=4, layers=2, recompute="selective"), 4, {}, ("random",)),
+    "ep2-pp2, all recomputed": (Cell(ep=2, pp=2, layers=2, recompute="uniform", packed=True), 4, {}, ("planned",)),
+    "ep2-edp2": (Cell(ep=2, layers=2), 4, {"told": OVERLAP}, ("planned",)),
+}
+"""Splits under which plans are executed on flex: (cell, ranks, what more the case has, kinds of plans)."""

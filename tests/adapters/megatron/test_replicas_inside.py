@@ -25,7 +25,6 @@ from tests.adapters.megatron.grid import OVERLAP, Cell, ExecutionCase, with_sett
 from tests.adapters.megatron.grid_checks import carrying
 from tests.adapters.megatron.micro_batches import layout_of
 from tests.adapters.megatron.training_step import forward_step, step
-from tests.trainers.verl import flex_kernels  # noqa: F401  # of DeepEP, which the flex dispatcher takes
 
 EXACT, SEEN = 1e-12, 1e-6
 """What is let pass, and a million times as much."""

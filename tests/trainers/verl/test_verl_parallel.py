@@ -98,7 +98,7 @@ def test_what_is_executed_is_what_the_rollout_picked(name, found):
 @pytest.mark.shows("verl, Megatron engine", "padding kept (`use_remove_padding=False`), `pad_to_length`")
 @pytest.mark.shows("verl, Megatron engine", "`use_fused_kernels` (a stand-in for Triton's)")
 @pytest.mark.shows(
-    "verl, Megatron engine", "the `flex` dispatcher (DeepEP, HybridEP: stand-ins); under plans rows go by all-to-all"
+    "verl, Megatron engine", "the `flex` dispatcher, with plans too, DeepEP and HybridEP (stand-ins for their kernels)"
 )
 @pytest.mark.parametrize("name", [name for name in REPLAYED if name not in ("data", *ORDERS)])
 def test_weights_are_those_of_data_parallelism_but_for_the_order_of_sums(name, found):

@@ -8,11 +8,13 @@ from typing import Any
 from weakref import WeakSet
 
 import numpy as np
+import torch
 import torch.distributed as dist
 from numpy.typing import ArrayLike, NDArray
 from torch import nn
 
 from foreroute.adapters.megatron.expert_parameters import chained, inspect_experts
+from foreroute.adapters.megatron.flex_kernels import is_flex, places_of_rank
 from foreroute.adapters.megatron.home_placement import OptimizerCheckpoint, moved_experts, set_home
 from foreroute.adapters.megatron.hooks import ChunkHooks
 from foreroute.adapters.megatron.planned_layer import PlannedLayer, objection_to_layer
@@ -45,6 +47,10 @@ class PlannedExperts(ExpertParallelModel):
         ep_group: Any = self._sites[0][1].block.ep_group if self._sites else self._groups.ep
         of_chunks = [[spec.layers.index(layer) for layer in chunk.layers] for chunk in chunks]
         super().__init__(ep_group, np.tile(block_E, (spec.num_layers, 1)), of_chunks)
+        # alike in all layers, of which a stage may have none
+        self._flex = [site.block.token_dispatcher for _, site, _ in self._sites if is_flex(site.block.token_dispatcher)]
+        if self._flex:
+            self.executor = "megatron_flex"
         self._of_job: RankConsensus | None = None
         self._moving_ranks: MovingRanks | None = None
         self._guarded: WeakSet[Any] = WeakSet()  # optimizers whose checkpoints follow their experts
@@ -65,6 +71,12 @@ class PlannedExperts(ExpertParallelModel):
         for _, site, _ in self._sites:
             if reason := objection_to_layer(site):
                 raise PlanError(f"the layer of {site.path} cannot execute a plan: {reason}")
+
+    def places_of_rank(self, plan: StepPlan) -> int | None:
+        if not self._flex:
+            return None
+        num_home = plan.shape[2] // plan.topology.num_ranks
+        return places_of_rank(self._flex[0], num_home, plan.topology.redundant_slots)
 
     def load(self) -> Mapping[int, Home]:
         homes = {number: home_parameters(site) for number, site, _ in self._sites}
@@ -90,7 +102,14 @@ class PlannedExperts(ExpertParallelModel):
                 stack.callback(_executed.discard, chunk.trunk)
             for layer in self._layers_in_execution:
                 stack.enter_context(layer.in_place())
-            yield
+            try:
+                yield
+            except BaseException:
+                # DeepEP's kernels count into one place, which the host reads in a dispatch without a budget: what an
+                # aborted step has launched must not write there then
+                if self._flex and torch.cuda.is_available():
+                    torch.cuda.synchronize()
+                raise
 
     def finish_gathering(self) -> None:
         for layer in self._layers_in_execution:

@@ -19,6 +19,12 @@ from torch import Tensor, nn
 
 from foreroute.adapters.megatron.discover import ChunkRouter, objection_to_output, objection_to_settings
 from foreroute.adapters.megatron.expert_parameters import objection_to_class
+from foreroute.adapters.megatron.flex_kernels import (
+    FlexHandle,
+    is_flex,
+    kernel_handle,
+    objection_to_kernels,
+)
 from foreroute.adapters.megatron.separate_replicas import RunReplicas, SeparateReplicas, objection_to_experts
 from foreroute.core.passes import PassStack
 from foreroute.ep.dispatch import DispatchHandle
@@ -85,7 +91,12 @@ class PlannedLayer:
         # The map has lost the order of picks, and Megatron adds up the picks of a token in ascending order of their
         # ids. E to 1 in place of the ones of the map makes topk, whose result is in descending order, give them so.
         ids_NK = (routing_map * self._descending_E).topk(top_k, dim=1).indices
-        self._handle = DispatchHandle(self._group, work.cell, work.begin(routing_map.sum(0)), ids_NK)
+        rows, dispatcher = work.begin(routing_map.sum(0)), self._block.token_dispatcher
+        self._handle: DispatchHandle | FlexHandle = (
+            DispatchHandle(self._group, work.cell, rows, ids_NK)
+            if rows.places is None
+            else kernel_handle(dispatcher, rows, ids_NK)
+        )
         self._shape = hidden_states.shape
         if self._shared is not None:
             self._shared.pre_forward_comm(hidden_states)
@@ -94,7 +105,8 @@ class PlannedLayer:
     def _dispatch(self, hidden_ND: Tensor, gates_NK: Tensor) -> tuple[Tensor, Tensor]:
         """Send rows to their experts: rows in order of their expert here, and their gate weights."""
         rows, gates = self._handle.dispatch(hidden_ND, gates_NK)
-        # on one communicator, what is launched first travels first: no row waits for a weight
+        # on one communicator, what is launched first travels first: no row waits for a weight. Kernels of flex have
+        # buffers of their own, and share links with weights
         self._replicas.fetch()
         if self._shared is not None:
             self._shared.linear_fc1_forward_and_act(rows)
@@ -161,6 +173,8 @@ def objection_to_layer(site: ChunkRouter) -> str | None:
             f"expert_tensor_parallel_size is {dispatcher.tp_size}, and a replica is a whole expert; set it to 1 to "
             "execute plans"
         )
+    if is_flex(dispatcher) and (objection := objection_to_kernels(dispatcher)):
+        return objection
     if setting := objection_to_settings(block.config, REFUSED_SETTINGS):
         return f"{setting}; train without it to execute plans"
     return objection_to_experts(block.experts)
