@@ -341,11 +341,11 @@ def check_ranks_ask_each_other_on_entering_and_leaving_alone(make):
     s = make()
     run(s, 0, 1)
     with asking() as asked, s.execute():
-        found = [asked.count("all_gather_object")]
+        found = [asked.count("all_gather")]
         s.update()
-        found.append(asked.count("all_gather_object"))
+        found.append(asked.count("all_gather"))
     s.gradients()
-    assert [*found, asked.count("all_gather_object")] == [1, 1, 2], asked
+    assert [*found, asked.count("all_gather")] == [1, 1, 2], asked
 
 
 def check_a_pass_that_saves_too_little_runs_at_home_and_moves_nothing(make):

@@ -88,7 +88,7 @@ class Ranks(Alone):
         # one number first: texts are exchanged where there are some
         if not self._votes.most(torch.tensor([mine is not None], dtype=torch.int32), what).item():
             return []
-        texts = enumerate(self._votes.objects(mine or "", what))
+        texts = enumerate(self._votes.texts(mine or "", what))
         return [f"rank {rank}: {text}" for rank, text in texts if text]
 
 

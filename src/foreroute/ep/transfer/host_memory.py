@@ -126,7 +126,7 @@ class HostMemory:
                 if consensus.rank == first and num_bytes:
                     file = _create_file(num_bytes)
                     said = f"/proc/{os.getpid()}/fd/{file} {os.pread(file, TOKEN_BYTES, 0).hex()}"
-            said = consensus.objects(said, "naming the shared memory")[first]
+            said = consensus.texts(said, "naming the shared memory")[first]
             with consensus.agree("opening the shared memory", TransferError):
                 if num_bytes:
                     path, token = said.split()
