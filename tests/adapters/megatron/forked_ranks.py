@@ -19,12 +19,12 @@ server = forkserver.ForkServer()
 server.set_forkserver_preload([f"{__package__}.preloaded"])
 
 
-def run(function, *args, ranks=1, timeout=120):
+def run(function, *args, ranks=1, timeout=120, dying=()):
     """Call "module.name" of a module beside this one, which may import Megatron, on ranks: see `Workers.run`."""
     assert ranks <= MOST_RANKS, f"{ranks} ranks were asked for; {MOST_RANKS} is the most that two cores carry"
     workers = Workers(ranks, timeout_s=timeout, forked_from=server)
     try:
-        return workers.run(call, ranks, function, args)
+        return workers.run(call, ranks, function, args, dying=dying)
     finally:
         workers.close()
 

@@ -3,10 +3,14 @@
 import contextlib
 import io
 import logging
+import os
+import signal
 import tempfile
 from pathlib import Path
+from unittest import mock
 
 import torch
+import torch.distributed as dist
 import transformers
 from safetensors.torch import load_file
 
@@ -57,13 +61,29 @@ def read(folder):
         )
 
 
-def trains(folder, split, steps, engine="TransformersEngine"):
-    """In float64, on rollouts of an engine. What each rank printed as an error."""
+def trains(folder, rollouts, split, steps, engine="TransformersEngine"):
+    """In float64, on rollouts of an engine, or of another run. What each rank printed as an error."""
+    source = rollouts and Path(rollouts)
+    start = source or globals()[engine]
     logging.getLogger("megatron").setLevel(logging.ERROR)  # its newest release warns that GPTModel is deprecated
     with contextlib.redirect_stderr(io.StringIO()) as printed:
         try:
             with children_allowed():
-                train.train(Path(folder), globals()[engine], train.Split(*split), steps, torch.float64)
+                train.train(Path(folder), start, train.Split(*split), steps, torch.float64)
         except SystemExit as ended:
             return ended.code, printed.getvalue()
     return 0, printed.getvalue()
+
+
+def dies(folder, rollouts, split, steps, dying):
+    """One rank is killed behind its forwards and backwards of the second step, before gradients are summed."""
+    average = train.average_gradients
+    steps_made = iter(range(train.UPDATES))
+
+    def killed(model):
+        if dist.get_rank() == dying and next(steps_made, None) is None:
+            os.kill(os.getpid(), signal.SIGKILL)
+        average(model)
+
+    with mock.patch.object(train, "average_gradients", killed):
+        return trains(folder, rollouts, split, steps)
