@@ -1,6 +1,7 @@
 """What plans leave as it was inside Megatron: gradients, checkpoints and memory. And what is spread by them."""
 
 import types
+from functools import partial
 from unittest import mock
 
 import pytest
@@ -12,6 +13,7 @@ from foreroute.ep.transfer import engine
 from foreroute.ep.transfer.gradients import GradientReturn
 from foreroute.plan import PlanOptions, Topology
 from foreroute.planner import plan
+from tests.adapters.megatron import executed_plans
 from tests.adapters.megatron.executed_plans import (
     LINKS,
     SLOTS,
@@ -133,6 +135,33 @@ def kept(chunk):
             for key, shard in chunk.sharded_state_dict().items()
         },
     )
+
+
+@pytest.mark.slow
+@on_ranks(4)
+def test_gradients_that_are_late_for_their_bucket():
+    """Added after the schedule and before gradients are summed over ranks, when buckets have left."""
+    case = ExecutionCase(Cell(ep=2, layers=2), 4, told=OVERLAP).in_float64()
+    late, add_returned, finalize = [], SeparateReplicas.add_returned, executed_plans.finalize_model_grads
+
+    def add_later(self, returned, grads):
+        late.append(partial(add_returned, self, returned, grads))
+        return [None for _ in self.parameters()]
+
+    def add_and_finalize(chunks):
+        for adding in late:
+            adding()
+        late.clear()
+        finalize(chunks)
+
+    plain = trained(case, None)  # a first step alone does not show it
+    # ranks that hold the same experts end with other gradients of them, which is as far as a comparison gets
+    with (
+        mock.patch.object(SeparateReplicas, "add_returned", add_later),
+        mock.patch.object(executed_plans, "finalize_model_grads", add_and_finalize),
+        pytest.raises(AssertionError, match=r"copies of .* differ|too far"),
+    ):
+        assert furthest(trained(case, "planned"), plain)["weights"] <= SEEN, "too far"
 
 
 @pytest.mark.slow
