@@ -1,13 +1,19 @@
 """Padding stays out of auxiliary losses and expert-bias counters, and the switch says whose selection they count."""
 
+import pytest
 import torch
 
 from tests.adapters.megatron.forked_ranks import on_ranks
 from tests.adapters.megatron.one_rank import GATES, MegatronSubject, model
-from tests.replay.session_subject import batch_of, foreign, map_of, replayed, step
+from tests.replay.session_subject import batch_of, foreign, map_of, recorded, replayed, same, step
 
 BATCH = batch_of(9, 5)
 LOSS = {"moe_router_load_balancing_type": "aux_loss", "moe_aux_loss_coeff": 0.3}
+LOSSES = {
+    "moe_router_load_balancing_type": ["aux_loss", "seq_aux_loss", "global_aux_loss"],
+    "moe_aux_loss_coeff": [0.3, 0.2, 0.1],
+    "moe_z_loss_coeff": 0.1,
+}
 
 
 class Unmasked(MegatronSubject):
@@ -15,6 +21,18 @@ class Unmasked(MegatronSubject):
 
     def run(self, batch, **changes):
         return super().run(batch, **{"padding_mask": None, **changes})
+
+
+@pytest.mark.slow
+@on_ranks(1)
+def test_losses_without_padding_are_megatrons_own_given_a_padding_mask():
+    """Native routes, and padding left to the model: to the last bit what Megatron does with its mask."""
+    masked, *unmasked = (kind(model("uniform", **LOSSES)) for kind in (MegatronSubject, Unmasked, Unmasked))
+    native, trace = step(masked, None, BATCH), recorded(masked, BATCH)
+    found, counted = step(unmasked[0], trace, BATCH, padding="native"), step(unmasked[1], None, BATCH)
+    assert torch.equal(native[0], found[0])
+    assert same(native[1], found[1]), "gradients differ"
+    assert not same(native[1], counted[1]), "padding makes no difference; the check shows nothing"
 
 
 @on_ranks(1)
