@@ -195,8 +195,10 @@ def die_in_update(rank, config, folder):
 
 
 def test_what_goes_wrong_on_one_rank_ends_all_and_the_run_goes_on_later(workers, tmp_path):
-    folder = tmp_path / "run"
-    config = run_config(2, rl={"steps": 2}, checkpoint={"every": 1})
+    folder, memory = tmp_path / "run", tmp_path / "memory"
+    memory.mkdir()
+    (memory / "something").write_text("")
+    config = run_config(2, rl={"steps": 2}, checkpoint={"every": 1}, parallel={"shared_memory": str(memory)})
     workers(2).run(run, run_config(2, rl={"steps": 1}, checkpoint={"every": 1}), folder)
     for way, kinds, message in [
         ("bug", ("RankError", "KeyError"), "no such thing"),
@@ -208,6 +210,7 @@ def test_what_goes_wrong_on_one_rank_ends_all_and_the_run_goes_on_later(workers,
         assert all(message in outcome.message for outcome in outcomes)
         assert "\n" not in outcomes[0].message
         assert load_checkpoint(path_of(folder, 1))["step"] == 1
+        assert [path.name for path in memory.iterdir()] == ["something"]
     assert workers(2).run(run, config, folder, True) == [1, 0]
     assert [record["step"] for record in records(folder)] == [0, 1]
 
@@ -221,7 +224,10 @@ def test_ranks_that_were_started_unlike_say_so(workers, tmp_path):
 
 
 def test_a_killed_rank_ends_the_other_and_leaves_a_checkpoint(tmp_path):
-    config = run_config(2, checkpoint={"every": 1}, parallel={"timeout_s": 60.0})
+    memory = tmp_path / "memory"
+    memory.mkdir()
+    before = set(os.listdir("/dev/shm"))
+    config = run_config(2, checkpoint={"every": 1}, parallel={"shared_memory": str(memory), "timeout_s": 60.0})
     group = Workers(2, timeout_s=60)
     try:
         outcomes = group.outcomes(die_in_update, config, tmp_path / "run")
@@ -232,3 +238,5 @@ def test_a_killed_rank_ends_the_other_and_leaves_a_checkpoint(tmp_path):
     assert survivor.kind == "TransferError", survivor.trace
     assert "A process died" in survivor.message
     assert load_checkpoint(path_of(tmp_path / "run", 1))["step"] == 1
+    assert not list(memory.iterdir())
+    assert not [name for name in set(os.listdir("/dev/shm")) - before if "foreroute" in name]

@@ -313,6 +313,8 @@ class ParallelConfig(Section):
     """Replicas per rank and layer; 0: none."""
     paths: FetchPath = "direct"
     """Replicas peer to peer, or through node memory."""
+    shared_memory: str = "/dev/shm"
+    """Folder in node memory."""
     prefetch: Natural = 1
     """Cells fetched ahead."""
     memory_budget: Annotated[int, Field(ge=0, le=MOST_BUDGET)] = 0

@@ -100,7 +100,9 @@ class ExpertParallel(OneProcess):
         super().__init__(policy, ranks)
         config = run.parallel
         self._policy = policy
-        policy.use(TransferOptions(paths=config.paths, prefetch=config.prefetch))
+        policy.use(
+            TransferOptions(paths=config.paths, prefetch=config.prefetch, shared_memory=Path(config.shared_memory))
+        )
         self._planning = read_planning(config, policy.spec)
         self._budget = MemoryBudget(policy, run, ranks, self._planning.topology)
         ranks.require_same({"the topology": str(self._planning)}, "Give all of them the same topology file")

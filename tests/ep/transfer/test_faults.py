@@ -22,7 +22,22 @@ from tests.ep.transfer.plans import random_plan
 from tests.ep.transfer.toy import begin, consensus, make_engine, peers, shards, walk
 from tests.tiers import grid
 
+MEMORY = Path("/dev/shm")
 GONE_S = 3.0  # after which a rank is taken for dead
+
+
+def leaked():
+    """Shared memory of a process that is gone or of ours; other tests run at the same time."""
+    return [path for path in sorted(MEMORY.glob("foreroute-*")) if is_ours_or_gone(int(path.name.split("-")[2]))]
+
+
+def is_ours_or_gone(process):
+    while process not in (0, os.getpid()):
+        try:
+            process = int(Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[1])
+        except FileNotFoundError:
+            return True
+    return process == os.getpid()
 
 
 def read_late(rank, plan, votes):
@@ -54,6 +69,7 @@ def test_nothing_is_written_while_another_rank_still_reads(workers):
     plan = random_plan(0, ranks=2, slots=3)
     assert workers(2).run(read_late, plan, True) == [(True, True)] * 2
     assert workers(2).run(read_late, plan, False)[1] == (False, True), "without votes"
+    assert not leaked()
 
 
 @grid(
@@ -72,6 +88,7 @@ def test_a_rank_that_ends_ends_every_other_with_one_message(doomed, kind, paths)
     assert [outcome.kind for outcome in others] == ["TransferError"] * 3
     assert all("A process died, or took no part" in outcome.message for outcome in others)
     assert mapped == [0, 0, None if kind == "killed" else 0, 0]
+    assert not leaked()
 
 
 def end_in_a_step(rank, plan, options, kind):
@@ -95,7 +112,7 @@ def end_in_a_step(rank, plan, options, kind):
 def count_mapped(rank):
     """Pieces of shared memory that the process still has."""
     gc.collect()
-    return Path("/proc/self/maps").read_text().count("/dev/shm/#")
+    return Path("/proc/self/maps").read_text().count("/dev/shm/foreroute-")
 
 
 def ask_for_too_much(rank, plan):
@@ -103,6 +120,12 @@ def ask_for_too_much(rank, plan):
     # no memory is behind it: all rows are the same one
     giant = torch.zeros(1).expand(4, status.f_blocks * status.f_frsize // 8)
     with closing(make_engine(plan, rank, homes=[{"down_proj": giant}])) as engine:
+        begin(engine, 0, plan)
+
+
+def look_in(rank, plan, directory):
+    options = TransferOptions(paths="host", shared_memory=Path(directory))
+    with closing(make_engine(plan, rank, options)) as engine:
         begin(engine, 0, plan)
 
 
@@ -115,23 +138,30 @@ def make_another(rank, plan):
 
 
 @pytest.mark.parametrize(
-    ("work", "words"),
+    ("work", "given", "words"),
     [
-        (ask_for_too_much, r"rank 0: cannot take .* in /dev/shm: No space left on device.*paths='direct'"),
-        (uneven, r"rank 1: 1 layers, \[\('down_proj', \(5, 2\), 'torch.float32'\)\]"),
+        (ask_for_too_much, (), r"rank 0: cannot take .* in /dev/shm: No space left on device .*paths='direct'"),
+        (look_in, ("/nowhere/at/all",), "in /nowhere/at/all: No such file or directory"),
+        (uneven, (), r"rank 1: 1 layers, \[\('down_proj', \(5, 2\), 'torch.float32'\)\]"),
         # options decide which message is sent when: ranks that differ would take one for another
-        (make_another, r"of different options: rank 0: TransferOptions\("),
+        (make_another, (), r"of different options: rank 0: TransferOptions\("),
     ],
 )
-def test_what_cannot_begin_on_any_rank_is_refused_on_all_with_one_message(workers, work, words):
-    [(kind, message)] = {(each.kind, each.message) for each in workers(2).outcomes(work, random_plan(0, ranks=2))}
+def test_what_cannot_begin_on_any_rank_is_refused_on_all_with_one_message(workers, work, given, words):
+    [(kind, message)] = {
+        (each.kind, each.message) for each in workers(2).outcomes(work, random_plan(0, ranks=2), *given)
+    }
     assert kind == "TransferError"
     assert re.search(words, message)
+    assert not leaked()
 
 
 def test_memory_of_another_machine_or_that_cannot_be_mapped_is_refused_and_not_made_up(tmp_path):
-    (tmp_path / "there").write_bytes(bytes(16))
-    for name, said in (("not", "No such file"), ("there", "another file is there. They are on different machines")):
+    (tmp_path / "foreroute-folder").mkdir()
+    for name, said in (
+        ("foreroute-elsewhere", "they are on different machines"),
+        ("foreroute-folder", f"cannot map {tmp_path}/foreroute-folder: "),
+    ):
         with pytest.raises(TransferError, match=re.escape(said)):
-            open_shared(str(tmp_path / name), "01" * 16, 64)
-    assert [(each.name, each.read_bytes()) for each in tmp_path.iterdir()] == [("there", bytes(16))]
+            open_shared(str(tmp_path / name), 64)
+    assert [each.name for each in tmp_path.iterdir()] == ["foreroute-folder"]

@@ -12,6 +12,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Literal
 
 from torch import Tensor
@@ -20,7 +21,7 @@ from foreroute.ep.agreement import RankConsensus
 from foreroute.ep.plan_checks import require_ranks
 from foreroute.ep.transfer.cells import Cell, Home, device_of, next_cell
 from foreroute.ep.transfer.gradients import GradientReturn
-from foreroute.ep.transfer.host_memory import HostMemory, shapes_of
+from foreroute.ep.transfer.host_memory import DIRECTORY, HostMemory, shapes_of
 from foreroute.ep.transfer.peers import PeerGroup
 from foreroute.ep.transfer.slots import SlotSet
 from foreroute.ep.transfer.transfers import Transfer, TransferLane, row_messages
@@ -188,7 +189,7 @@ class TransferEngine:
         """Copy what host memory lacks, which all ranks know from the plan."""
         begun, hosts, per_node = time.monotonic(), plan.hosts, plan.topology.ranks_per_node
         if self._memory is None or self._memory.per_node != per_node:
-            self._memory = HostMemory(self._consensus, self._homes, per_node)
+            self._memory = HostMemory(self._consensus, self._homes, per_node, directory=self.options.shared_memory)
         if self._memory.publish(hosts.home_LE, hosts.sent_LEW(per_node)):
             self._records.append(TransferRecord(Cell(step, 0, 0), "publish", 0, 0, time.monotonic() - begun))
 
@@ -294,10 +295,12 @@ class TransferOptions:
     Attributes:
         paths: "direct", from peer to peer; or "host", through host memory within a node.
         prefetch: cells ahead of the one that runs whose replicas are fetched; 0 fetches them when they are needed.
+        shared_memory: the folder whose files the ranks of a node share; any folder of the node works.
     """
 
     paths: FetchPath = "direct"
     prefetch: int = 1
+    shared_memory: Path = DIRECTORY
 
     def __post_init__(self) -> None:
         check_paths(self.paths)

@@ -4,13 +4,14 @@ A *version* is the weights between two optimizer steps. Each rank writes its exp
 none reads the last version any more, and all have written the next one. So what is read is never half old and half new.
 
 Only experts that a plan sends within their node have room, a *berth* each. Berths are used again in later steps, and
-taken in addition where a plan sends more: a file for those that lack, by the first rank of the node. It never has a
-name, and others open it by its number in that process, so that no crash leaves memory behind. For CUDA, each rank
-page-locks the berths that it writes or reads; those branches have run on one GPU.
+taken in addition where a plan sends more: a file for those that lack, by the first rank of the node. No crash leaves a
+file behind: it loses its name as soon as everyone has opened it. For CUDA, each rank page-locks the berths that it
+writes or reads; those branches have run on one GPU.
 """
 
 from __future__ import annotations
 
+import fcntl
 import mmap
 import os
 import secrets
@@ -31,8 +32,6 @@ from foreroute.ep.transfer.cells import Home, device_of
 from foreroute.errors import TransferError
 
 DIRECTORY = Path("/dev/shm")
-TOKEN_BYTES = 16
-"""At the begin of a file until its users have opened it: others have files of the same number."""
 ALIGNMENT = 64
 """Bytes of a cache line; a multiple of the size of every dtype."""
 PORTABLE = 1
@@ -53,9 +52,11 @@ class Berth:
 class HostMemory:
     """Experts that the `per_node` ranks of a node publish for each other. `publish` alone is a collective call."""
 
-    def __init__(self, consensus: RankConsensus, homes: Mapping[int, Home], per_node: int) -> None:
+    def __init__(
+        self, consensus: RankConsensus, homes: Mapping[int, Home], per_node: int, *, directory: Path = DIRECTORY
+    ) -> None:
         self.per_node = per_node
-        self._consensus, self._homes = consensus, homes
+        self._consensus, self._homes, self._directory = consensus, homes, directory
         self._device = device_of(homes)
         self._shapes = {layer: shapes_of(home) for layer, home in homes.items()}
         self._berths: dict[tuple[int, int], Berth] = {}  # of the experts of this node, by layer and id
@@ -117,23 +118,21 @@ class HostMemory:
             self._berths[key] = free.pop(key if key in free else next(iter(free)))
 
     def _map_shared(self, num_bytes: int) -> Tensor:
-        """uint8 [num_bytes], the same memory for all ranks of a node."""
-        consensus, file, said = self._consensus, None, ""
+        """uint8 [num_bytes], the same memory for all ranks of a node, without a name by the time this returns."""
+        consensus, file = self._consensus, None
         first = consensus.rank - consensus.rank % self.per_node
         bytes_ = torch.empty(0, dtype=torch.uint8)
         try:
             with consensus.agree("taking shared memory", TransferError):
                 if consensus.rank == first and num_bytes:
-                    file = _create_file(num_bytes)
-                    said = f"/proc/{os.getpid()}/fd/{file} {os.pread(file, TOKEN_BYTES, 0).hex()}"
-            said = consensus.texts(said, "naming the shared memory")[first]
+                    file = _create_swept(self._directory, num_bytes)
+            path = consensus.texts("" if file is None else str(file.path), "naming the shared memory")[first]
             with consensus.agree("opening the shared memory", TransferError):
                 if num_bytes:
-                    path, token = said.split()
-                    bytes_ = open_shared(path, token, num_bytes)
+                    bytes_ = open_shared(path, num_bytes)
         finally:
             if file is not None:
-                os.close(file)
+                file.unname()
         return bytes_
 
     def _page_lock(self, used_LE: NDArray[np.bool_]) -> None:
@@ -182,40 +181,35 @@ def _aligned(num_bytes: int, alignment: int) -> int:
     return -(-num_bytes // alignment) * alignment
 
 
-def open_shared(path: str, token: str, num_bytes: int) -> Tensor:
-    """Map a file that another process has open, uint8 [num_bytes], or raise `TransferError`."""
-    try:
-        # first, since torch would make a file that is missing, or make another one longer
-        with Path(path).open("rb") as file:
-            is_the_one = file.read(TOKEN_BYTES).hex() == token
-        if is_the_one:
-            return torch.from_file(path, shared=True, size=num_bytes, dtype=torch.uint8)
-        reason = "another file is there"
-    except (OSError, RuntimeError) as error:
-        reason = str(error).splitlines()[0]
-    raise TransferError(
-        f"cannot map {path}, memory of the first rank of this node: {reason}. They are on different machines, or in "
-        "containers that share no processes. Give the topology the ranks per node that are true"
-    )
-
-
-def _create_file(num_bytes: int) -> int:
-    """Open a new file without a name, all of its memory taken and a token in front, or raise `TransferError`."""
-    try:
-        file = os.open(DIRECTORY, os.O_TMPFILE | os.O_RDWR, 0o600)
-        try:
-            # a write into a file that was only given its length would end the process where memory runs out (SIGBUS)
-            os.posix_fallocate(file, 0, num_bytes)
-            os.pwrite(file, secrets.token_bytes(TOKEN_BYTES), 0)
-        except OSError:
-            os.close(file)
-            raise
-    except OSError as error:
+def open_shared(path: str, num_bytes: int) -> Tensor:
+    """Map a file that another process has made, uint8 [num_bytes], or raise `TransferError`."""
+    # torch would make a file that is missing, and every machine would share memory with itself
+    if not Path(path).exists():
         raise TransferError(
-            f"cannot take {num_bytes / 1e9:.3g} GB of shared memory in {DIRECTORY}: {error.strerror}. Make it larger "
-            "(docker run --shm-size), or use the direct path alone (paths='direct')"
+            f"{path}, which the first rank of its node has made, is not there: they are on different machines, or in "
+            "containers that share no memory. Give the topology the ranks per node that are true"
+        )
+    try:
+        return torch.from_file(path, shared=True, size=num_bytes, dtype=torch.uint8)
+    except RuntimeError as error:
+        raise TransferError(f"cannot map {path}: {str(error).splitlines()[0]}") from error
+
+
+def _create_swept(directory: Path, num_bytes: int) -> NamedFile:
+    """Make a file where stale ones have been removed, or raise `TransferError`."""
+    try:
+        remove_stale_files(directory)
+        return create_file(directory, num_bytes)
+    except OSError as error:
+        free = "unknown"
+        if directory.is_dir():
+            status = os.statvfs(directory)
+            free = f"{status.f_bavail * status.f_frsize / 1e9:.3g} GB"
+        raise TransferError(
+            f"cannot take {num_bytes / 1e9:.3g} GB of shared memory in {directory}: {error.strerror} ({free} free). "
+            "Make it larger (docker run --shm-size), name another folder (shared_memory), or use the direct path alone "
+            "(paths='direct')"
         ) from error
-    return file
 
 
 def _page_lock(bytes_: Tensor, device: torch.device) -> None:
@@ -238,3 +232,57 @@ def _page_unlock(locked: list[Tensor], device: torch.device) -> None:
     for bytes_ in locked:
         with torch.cuda.device(device):
             torch.cuda.cudart().cudaHostUnregister(bytes_.data_ptr())
+
+
+@dataclass(frozen=True)
+class NamedFile:
+    """A file that still has its name, locked as long as it has."""
+
+    path: Path
+    descriptor: int  # holds the lock; the system lets it go when the process dies, however it dies
+
+    def unname(self) -> None:
+        """Remove the name. Who has the file open keeps it; the last to close it gives the memory back."""
+        self.path.unlink(missing_ok=True)
+        os.close(self.descriptor)
+
+
+def create_file(directory: Path, num_bytes: int) -> NamedFile:
+    """Make a new file of zeros, locked, all of its memory taken. On an `OSError` nothing is left."""
+    file = _create_locked(directory)
+    try:
+        # a write into a file that was only given its length would end the process where memory runs out (SIGBUS)
+        os.posix_fallocate(file.descriptor, 0, num_bytes)
+    except OSError:
+        file.unname()
+        raise
+    return file
+
+
+def remove_stale_files(directory: Path) -> None:
+    """Remove this user's files whose makers died before they unnamed them."""
+    # A maker holds the lock as long as the file has its name, so a lock that can be had is a dead maker's.
+    for path in directory.glob(f"{_prefix()}*"):
+        with suppress(OSError):
+            descriptor = os.open(path, os.O_RDWR)
+            try:
+                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                path.unlink()
+            finally:
+                os.close(descriptor)
+
+
+def _create_locked(directory: Path) -> NamedFile:
+    while True:
+        path = directory / f"{_prefix()}{os.getpid()}-{secrets.token_hex(8)}"
+        descriptor = os.open(path, os.O_CREAT | os.O_EXCL | os.O_RDWR, 0o600)
+        with suppress(BlockingIOError):
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            if os.fstat(descriptor).st_nlink:
+                return NamedFile(path, descriptor)
+        # another process took it for stale between its creation and its lock
+        os.close(descriptor)
+
+
+def _prefix() -> str:
+    return f"foreroute-{os.getuid()}-"
