@@ -113,7 +113,7 @@ def _fetches(bench: HFBench, pairs: int) -> dict[str, Any]:
 
     def fetching(engine: TransferEngine) -> Callable[[], None]:
         def fetch_all() -> None:
-            schedule = ExecutionSchedule(plan, bench.counts_MLGE, dist.get_rank(), paths=engine.paths)
+            schedule = ExecutionSchedule(plan, bench.counts_MLGE, dist.get_rank(), paths=engine.options.paths)
             engine.begin_step(0, plan, schedule)
             for m, layer in np.ndindex(*plan.shape[:2]):
                 engine.fetch(Cell(0, m, layer))

@@ -25,7 +25,7 @@ REPLAYED := own_routes_change_no_bit_and_others_are_followed the_model_is_as_bef
 test-megatron-newest: $(READY) $(MEGATRON_READY)
 	$(ON_NEWEST) $(PYTEST) -m "not slow and not exhaustive" \
 		$(patsubst %,tests/adapters/megatron/test_%.py,exactness router_statistics layers_and_rows \
-		over_ranks flex_plans grid forked_ranks rank_budgets) \
+		over_ranks flex_plans grid rank_budgets) \
 		tests/adapters/megatron/test_sessions.py::test_megatrons_own_replay_may_not_be_active_and_is_left_alone
 	$(ON_NEWEST) $(PYTEST) -m "not exhaustive" \
 		$(patsubst %,"tests/replay/test_sessions.py::test_of_megatron[%]",$(REPLAYED))

@@ -1,21 +1,19 @@
 """A step of two padded micro-batches on uneven routes: the plain model on one process, and ranks that spread it."""
 
 from dataclasses import dataclass, field
+from functools import partial
 
 import numpy as np
 import torch
 from transformers import AutoModelForCausalLM
 
 import foreroute as fr
-from foreroute import planner
 from foreroute.adapters import hf
 from foreroute.ep.transfer.engine import TransferOptions
-from foreroute.plan import PlanOptions, Topology, verify
 from tests.adapters.hf.model_runs import batch_of, enable_checkpointing, gradients, log_probs, sequences_of
 from tests.ep.executor_properties import fetched_bytes
 from tests.ep.spread_models import load_spread, sharded
-from tests.ep.transfer.plans import SLOTS, loads_MLG, split_plan
-from tests.plan.random_plans import LINKS
+from tests.ep.transfer.plans import loads_MLG, split_plan
 
 MICRO_STEPS = 2
 HEAD = {"lm_head": "colwise_gather_output"}
@@ -33,19 +31,12 @@ SPREAD = {
 
 @dataclass(frozen=True)
 class Way:
-    """How a step is executed.
+    """How a step is executed."""
 
-    Attributes:
-        plan: "none", "planned" by the planner, or the seed of random replicas and splits.
-        slots: "layer" or "shared".
-        paths: "direct" or "host".
-        use_reentrant: of activation checkpointing; None without.
-    """
-
-    plan: str | int = 3
+    plan: int | None = 3  # the seed of random replicas and splits
     slots: str = "layer"
     paths: str = "direct"
-    use_reentrant: bool | None = None
+    use_reentrant: bool | None = None  # of activation checkpointing; None without
 
 
 def batch(number, micro_step):
@@ -92,18 +83,12 @@ def alone(folder, num_batches):
 
 @dataclass
 class Ran:
-    """A step on one rank.
+    """A step on one rank."""
 
-    Attributes:
-        log_probs, grads: of this rank, and of all.
-        rows: of this rank, by micro-step and layer: planned, and executed.
-        fetched: bytes that came for replicas, by path.
-    """
-
-    log_probs: torch.Tensor
-    grads: dict[str, torch.Tensor]
-    rows: tuple = ()
-    fetched: dict[str, int] = field(default_factory=dict)
+    log_probs: torch.Tensor  # of this rank
+    grads: dict[str, torch.Tensor]  # of all
+    rows: tuple = ()  # of this rank, by micro-step and layer: planned, and executed
+    fetched: dict[str, int] = field(default_factory=dict)  # bytes that came for replicas, by path
 
 
 def steps(rank, folder, spread, dtype, ways):
@@ -121,7 +106,8 @@ def steps(rank, folder, spread, dtype, ways):
         ours.gradient_checkpointing_disable()
         enable_checkpointing(ours, way.use_reentrant)
         routed.use(TransferOptions(paths=way.paths))
-        plan = plan_by(way, counts_MLGE, routed.home_LE)
+        made = partial(split_plan, way.plan, counts_MLGE, routed.home_LE, sharing=way.slots)
+        plan = None if way.plan is None else made()
         with routed.execute(plan, counts_MLGE, traces) as execution:
             result = step_of(ours, routed, given)
         me = routed.spread.layers[0].ep_mesh.get_local_rank()
@@ -139,16 +125,3 @@ def is_divided_twice(config):
     So it does where a group has one rank: findings/fsdp2_divides_twice.sh.
     """
     return "fsdp_size" in config and config["ep_size"] == config["fsdp_size"] * config.get("tp_size", 1)
-
-
-def plan_by(way, counts_MLGE, home_LE):
-    if way.plan == "none":
-        return None
-    if way.plan != "planned":
-        return split_plan(way.plan, counts_MLGE, home_LE, sharing=way.slots)
-    num_ranks = counts_MLGE.shape[2]
-    plan = planner.plan(
-        counts_MLGE, Topology(num_ranks, num_ranks, SLOTS, LINKS), PlanOptions(slots=way.slots), home_LE=home_LE
-    )
-    verify(plan, counts_MLGE)
-    return plan

@@ -25,7 +25,8 @@ class SpreadStep(PlannedStep):
         if checkpointed:
             enable_checkpointing(self.model, use_reentrant=False)
         if compiled:
-            compile_layers(self.model, backend=compiled)
+            for layer in self.model.model.layers:
+                layer.compile(backend=compiled)
         self.routed = hf.attach(self.model)
         self.batches = [
             batch_of(7 + rank, 10 - m, seed=10 * m + rank, side=("left", "right")[m]) for m in range(MICRO_STEPS)
@@ -58,11 +59,6 @@ class SpreadStep(PlannedStep):
 
 def through_a_file(plan):
     return plan_from_bytes(plan_to_bytes(plan))
-
-
-def compile_layers(model, backend):
-    for layer in model.model.layers:
-        layer.compile(backend=backend)
 
 
 def weights(routed):

@@ -19,7 +19,8 @@ def deciding(consensus, rank, case):
         if mine == "broken":
             raise ZeroDivisionError(f"broken on {rank}")
         vote.same("x" if mine != "says other things" or rank == 1 else "y", "ranks say other things ({}); say the same")
-        vote.same("x" if mine != "in their group" or rank == 1 else "y", "other things ({}) in a group", among=rank > 0)
+        said = "z" if not rank else "y" if (mine, rank) == ("in their group", 2) else "x"
+        vote.same(said, "other things ({}) in a group", among=rank > 0)
         vote.numbers = rank, 2 * rank
     return vote.numbers_GN[:, :2].tolist()
 

@@ -1,10 +1,7 @@
 """Counts of all ranks, from the traces that each of them replays."""
 
-from types import SimpleNamespace
-
 import numpy as np
 
-from tests.ep.asking import no_host_tensors
 from tests.ep.spread_steps import SpreadStep
 from tests.ep.test_refusals import without_route
 
@@ -29,18 +26,3 @@ def test_every_rank_gets_the_counts_of_all(workers, folder_of):
                 assert found_MLGE[m, layer, g, expert] == (ids_NLK[valid_N, layer] == expert).sum()
     assert found_MLGE[0, :, 0].sum()
     assert not found_MLGE[1, :, 1].sum()
-
-
-def executed(rank, folder):
-    """From executions of three micro-steps one after the other, on a group that is made as if it were NCCL's."""
-    spread = SpreadStep(rank, folder, slots=0).routed.spread
-    mine_ML = np.arange(6).reshape(3, 2) + 10 * rank
-    executions = [SimpleNamespace(executed_ML=each) for each in (mine_ML[:1], mine_ML[1:])]
-    with no_host_tensors(spread._group):
-        return mine_ML, spread.gather_executed(executions)
-
-
-def test_every_rank_gets_what_all_have_executed(workers, folder_of):
-    parts = workers(2).run(executed, folder_of())
-    for _, found_MLG in parts:
-        np.testing.assert_array_equal(found_MLG, np.stack([mine_ML for mine_ML, _ in parts], -1))

@@ -6,7 +6,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from foreroute.ep.dispatch import CellRows, Combine, Dispatch, DispatchHandle, RowGroups
+from foreroute.ep.dispatch import CellRows, DispatchHandle, RowGroups
 
 TOKENS, TOP_K, EXPERTS, ALIGNED = 5, 2, 3, 16
 SENT = TOKENS * TOP_K
@@ -35,13 +35,13 @@ def test_rows_begin_at_multiples_of_16_bytes_and_bring_their_gates_unrounded(dty
     gates_NK = torch.rand(TOKENS, TOP_K, requires_grad=True)  # float32, as routers give them
     with patch.object(dist, "all_to_all_single", exchange):
         handle = one_rank(ids_NK)
-        rows, gates = Dispatch.apply(hidden_ND, gates_NK, handle)
+        rows, gates = handle.dispatch(hidden_ND, gates_NK)
         order = ids_NK.flatten().argsort(stable=True)
         assert torch.equal(rows, torch.cat([hidden_ND[order // TOP_K], hidden_ND.new_zeros(1, width)]))
-        assert torch.equal(gates[:-1, 0], gates_NK.flatten()[order])
-        output = Combine.apply(rows, handle)
+        assert torch.equal(gates[:-1], gates_NK.flatten()[order])
+        output = handle.combine(rows)
         assert torch.equal(output, torch.stack([hidden_ND] * TOP_K).sum(0))
-        (output.sum() + (gates * torch.arange(SENT + 1)[:, None]).sum()).backward()
+        (output.sum() + (gates * torch.arange(SENT + 1)).sum()).backward()
     assert torch.equal(gates_NK.grad.flatten()[order], torch.arange(SENT).float())
     assert torch.equal(hidden_ND.grad, torch.full_like(hidden_ND, TOP_K))
     assert len(buffers) == 2 * 4

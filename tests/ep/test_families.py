@@ -32,24 +32,16 @@ REFUSED = {
     "zaya": "AttachError: routers of this FSDPZayaForCausalLM choose among 9, and layers have 8 experts",
 }
 """What cannot be replicas, and what plans do not know at all."""
-QUICK = ("qwen3_moe",)
-LAYOUTS = {
-    "deepseek_v3": "shared experts within the layer",
-    "gpt_oss": "transposed, biases",
-    "openai_privacy_filter": "transposed, biases, concatenated, its own gate",
-    "nemotron_h": "no gate",
-    "muse_spark": "a norm after each expert, shared by all of them",
-    "inkling": "shared experts in a module of their own",
-    "ernie4_5_vl_moe": "experts of images, which no router chooses that is replayed",
-    **REFUSED,
-}
-"""In slow tests, all others by night, and those whose layout another family here has."""
+SLOW = {"deepseek_v3", "gpt_oss", "openai_privacy_filter", "nemotron_h", "muse_spark", "inkling", "ernie4_5_vl_moe"}
+"""Of other layouts each, as are those that are refused: in slow tests, all others by night."""
 
 
 def spread_families():
     for name in FAMILIES.keys() - NOT_SPREAD:
-        marks = () if name in QUICK else pytest.mark.slow if name in LAYOUTS else pytest.mark.exhaustive
-        yield pytest.param(name, marks=marks)
+        is_slow = name in SLOW or name in REFUSED
+        yield pytest.param(
+            name, marks=() if name == "qwen3_moe" else pytest.mark.slow if is_slow else pytest.mark.exhaustive
+        )
 
 
 def on_rank(rank, model_class, folder, sizes):

@@ -6,7 +6,6 @@ Each test stands behind the function that worker processes run for it.
 import numpy as np
 import pytest
 import torch
-from torch.distributed.checkpoint.state_dict import get_model_state_dict, get_optimizer_state_dict
 
 from foreroute.errors import PlacementError
 from tests.ep.spread_models import sharded
@@ -51,15 +50,10 @@ def there_and_back(rank, folder, sizes):
     same_objects = all(one is other for one, other in zip(parameters, s.model.parameters(), strict=True))
     same_memory = memory == [p.to_local().data_ptr() for p in parameters]
     found = differing(here, away), differing(here, back), differing(before, after)
-    return received > 0, bool(locals_away), found, same_objects, same_memory
+    return received > 0 and not s.routed.home_LE.flags.writeable, bool(locals_away), found, same_objects, same_memory
 
 
-@grid(
-    ("num_ranks", "sizes", "family"),
-    [(2, ONE_GROUP, "qwen3_moe"), (4, TWO_GROUPS, "gpt_oss"), (2, ONE_GROUP, "deepseek_v3")],
-    quick=1,
-    day=2,
-)
+@grid(("num_ranks", "sizes", "family"), [(2, ONE_GROUP, "qwen3_moe"), (4, TWO_GROUPS, "gpt_oss")], quick=1, day=1)
 def test_what_moves_and_comes_back_has_its_bits_and_its_memory(workers, folder_of, num_ranks, sizes, family):
     for *moved, differ, same_objects, same_memory in workers(num_ranks).run(there_and_back, folder_of(family), sizes):
         assert moved == [True, True]
@@ -72,13 +66,8 @@ AWAY = {
     "state_dict": lambda s, optimizer, folder: s.model.state_dict(),
     "load_state_dict": lambda s, optimizer, folder: s.model.load_state_dict({}, strict=False),
     "save_pretrained": lambda s, optimizer, folder: s.model.save_pretrained(folder),
-    "save_pretrained, distributed": lambda s, optimizer, folder: s.model.save_pretrained(
-        folder, distributed_checkpoint=True
-    ),
     "optimizer.state_dict": lambda s, optimizer, folder: optimizer.state_dict(),
     "optimizer.load_state_dict": lambda s, optimizer, folder: optimizer.load_state_dict({}),
-    "get_model_state_dict": lambda s, optimizer, folder: get_model_state_dict(s.model),
-    "get_optimizer_state_dict": lambda s, optimizer, folder: get_optimizer_state_dict(s.model, optimizer),
 }
 """What saves or loads, which is refused while experts are away."""
 

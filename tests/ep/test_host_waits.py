@@ -4,7 +4,6 @@ The device takes no DTensors, so experts are cut and put under transformers' imp
 """
 
 from collections import Counter
-from contextlib import nullcontext
 from unittest.mock import patch
 
 import pytest
@@ -22,10 +21,8 @@ from tests.adapters.hf.model_runs import enable_checkpointing
 from tests.ep.replica_steps import MICRO_STEPS, drawn
 from tests.ep.transfer.plans import split_plan
 
-LAYERS = 3
 
-
-def spread_by_hand(rank, implementation):
+def spread_by_hand(rank):
     """Each rank has the half of the experts that transformers would give it, as plain tensors."""
     from transformers.distributed.expert_parallel import apply_expert_parallelism
 
@@ -37,34 +34,28 @@ def spread_by_hand(rank, implementation):
             module.num_experts, module._is_expert_parallel = module.num_experts // 2, True
             plan[path] = "ep_dispatch_experts"
     mesh = init_device_mesh("cpu", (1, 2), mesh_dim_names=("tp", "ep"))
-    return apply_expert_parallelism(model, mesh["ep"], mesh["tp"], plan, implementation)
+    return apply_expert_parallelism(model, mesh["ep"], mesh["tp"], plan, "foreroute")
 
 
 def waits(rank):
-    """Where the host waits in a step, forward and backward, by kind of checkpointing; of ours, and of two controls."""
+    """Where the host waits in a step, forward and backward, by kind of checkpointing; and of a control."""
     with other_device() as device, patch.object(dist, "batch_isend_irecv", post):
-        theirs, ours = (
-            hf.attach(spread_by_hand(rank, name).to(DEVICE).train()) for name in ("all_to_all", "foreroute")
-        )
-        steps = [(ours, None), (ours, False), (ours, True), (theirs, None), (theirs, False)]
-        found = [waits_of_a_step(rank, routed, device, use_reentrant) for routed, use_reentrant in steps]
+        routed = hf.attach(spread_by_hand(rank).to(DEVICE).train())
+        found = [waits_of_a_step(rank, routed, device, use_reentrant) for use_reentrant in (None, False, True)]
         with patch.object(dispatch, "expand_segments", waiting):
-            return [*found, waits_of_a_step(rank, ours, device, None)]
+            return found, waits_of_a_step(rank, routed, device, None)
 
 
 def waits_of_a_step(rank, routed, device, use_reentrant):
     enable_checkpointing(routed.model, use_reentrant)
-    execution = nullcontext()
     given = drawn(routed.spec, rank)
-    if routed.spread is not None:
-        traces = [trace for _, trace in given]
-        counts_MLGE = routed.gather_counts(traces)
-        plan = split_plan(3, counts_MLGE, routed.home_LE)
-        assert plan.num_replicas_ML.all()
-        execution = routed.execute(plan, counts_MLGE, traces)
+    traces = [trace for _, trace in given]
+    counts_MLGE = routed.gather_counts(traces)
+    plan = split_plan(3, counts_MLGE, routed.home_LE)
+    assert plan.num_replicas_ML.all()
     batches = [{name: each.to(DEVICE) for name, each in batch.items()} for batch, _ in given]
     found = Counter()
-    with execution:
+    with routed.execute(plan, counts_MLGE, traces):
         for batch, (_, trace) in zip(batches, given, strict=True):
             with routed.replay(trace):
                 device.reads.clear()
@@ -93,10 +84,7 @@ def waiting(segments, sizes, device):
 
 @pytest.mark.slow
 def test_a_step_with_replicas_waits_for_nothing(workers):
-    """Nor do padding and last tokens, which are not sent, nor recomputation. "all_to_all" waits in every forward."""
-    cells = MICRO_STEPS * LAYERS
-    for found in workers(2).run(waits):
-        ours, theirs, spoilt = found[:3], found[3:5], found[5]
-        assert ours == [{}, {}, {}]
-        assert theirs == [{"to the host": number} for number in (cells, 2 * cells)]
+    """Nor do padding and last tokens, which are not sent, nor recomputation."""
+    for found, spoilt in workers(2).run(waits):
+        assert found == [{}, {}, {}]
         assert sum(spoilt.values()) == MICRO_STEPS

@@ -14,13 +14,10 @@ import torch.distributed as dist
 from transformers import AutoModelForCausalLM
 
 from foreroute.adapters import hf
-from foreroute.adapters.hf.expert_parallel import SITE
-from foreroute.ep.transfer.engine import TransferOptions
 from tests.ep.executor_properties import RIGHT, ending, enter, require_said, run, said_by
 from tests.ep.spread_models import load_spread
-from tests.ep.spread_steps import LAYERS, ONE_GROUP, TWO_GROUPS, SpreadStep
+from tests.ep.spread_steps import LAYERS, TWO_GROUPS, SpreadStep
 from tests.ep.transfer.plans import split_plan
-from tests.tiers import grid
 
 
 def executions(rank, folder, sizes):
@@ -63,36 +60,6 @@ def test_both_groups_end_with_the_same_error_and_go_on(workers, folder_of):
             assert right == ("nothing", RIGHT)
 
 
-def sharing(rank, folder, sizes, failing):
-    """How it ends where one rank cannot plan; then all of them can."""
-    s = SpreadStep(rank, folder, sizes)
-
-    def make():
-        assert rank in (0, 2), "the first rank of a group plans"
-        return s.plan
-
-    def fail():
-        if rank == failing:
-            raise RuntimeError("no room to plan")
-
-    ended = said_by(s.routed.share_plan, lambda: fail() or make())
-    assert s.routed.share_plan(make).counts_digest == s.plan.counts_digest
-    return ended
-
-
-FAILED = "RuntimeError: no room to plan"
-OTHERS = (
-    "PlanError: waiting for the plan of the first rank: rank {}: RuntimeError('no room to plan'), "
-    "whose trace is in the log of that rank"
-)
-
-
-@grid(("ranks", "sizes", "failing"), [(2, ONE_GROUP, 0), (4, TWO_GROUPS, 2)], quick=1)
-def test_a_planner_that_fails_ends_all(workers, folder_of, ranks, sizes, failing):
-    expected = [FAILED if rank == failing else OTHERS.format(failing) for rank in range(ranks)]
-    assert workers(ranks).run(sharing, folder_of(), sizes, failing) == expected
-
-
 NOT_OURS = {
     "on one process": AutoModelForCausalLM.from_pretrained,
     "all_to_all": lambda folder: load_spread(folder, "all_to_all"),
@@ -111,11 +78,7 @@ def asked_of(rank, folder, name):
     calls = [
         lambda: routed.gather_counts([]),
         lambda: routed.execute(None, np.zeros((1, LAYERS, 2, 8), np.int32), []).__enter__(),
-        lambda: routed.share_plan(lambda: None),
-        lambda: routed.use(TransferOptions(paths="host")),
-        lambda: routed.move_homes(np.zeros((LAYERS, 8), np.int16)),
         lambda: routed.home_LE,
-        lambda: routed.block_home_LE,
     ]
     return [said_by(call) for call in calls]
 
@@ -126,18 +89,6 @@ def test_a_model_whose_experts_foreroute_has_not_spread_is_refused_by_name(worke
         (found,) = set(ended)
         words = "from where replicas cannot be fetched" if "offload" in name else "are spread over ranks by foreroute"
         require_said(found, f"AttachError: {words}")
-
-
-def partly_spread(rank, folder):
-    model = load_spread(folder)
-    del model.model.layers[1].mlp.experts.__dict__[SITE]
-    return said_by(hf.attach, model)
-
-
-@pytest.mark.slow
-def test_a_model_of_which_some_layers_are_spread_is_refused(workers, folder_of):
-    for found in workers(2).run(partly_spread, folder_of()):
-        require_said(found, "AttachError: 3 routers are replayed, and 2 of their layers have experts that are spread")
 
 
 def regrouped(rank, store, timeout_s):

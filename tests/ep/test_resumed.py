@@ -1,6 +1,7 @@
 """A run under plans whose homes move, saved by transformers' own means and resumed on other numbers of ranks."""
 
 import numpy as np
+import pytest
 import torch
 import torch.distributed as dist
 from transformers.distributed.checkpoint import load_optimizer_distributed, save_optimizer_distributed
@@ -11,7 +12,6 @@ from tests.ep.spread_models import load_spread
 from tests.ep.test_homes import LEAST, RATE, adamw, homes
 from tests.ep.transfer.plans import split_plan
 from tests.roundings import GRADIENT_TERMS, roundings
-from tests.tiers import grid
 
 SEQUENCES = 4
 """Of a step, of equal lengths, so that losses are means of the same tokens on any number of ranks."""
@@ -19,7 +19,7 @@ WITHIN = roundings(GRADIENT_TERMS, torch.float64) * 3 * RATE / LEAST
 """Behind three updates of weights near 1: Adam divides what is left of a gradient, below 1, by no less than `LEAST`."""
 
 
-def train(rank, folder, steps, moves, *, optimizer_from=None, save_to=None, whole=False):
+def train(rank, folder, steps, moves, *, optimizer_from=None, save_to=None):
     """Losses of this rank's sequences, in steps with these numbers; saved behind them, experts at home again."""
     size = dist.get_world_size()
     model = load_spread(folder, dtype=torch.float64, fsdp_size=size, ep_size=2)
@@ -46,7 +46,7 @@ def train(rank, folder, steps, moves, *, optimizer_from=None, save_to=None, whol
     if moves:
         routed.move_homes(routed.block_home_LE, optimizer)
     if save_to is not None:
-        model.save_pretrained(save_to, distributed_checkpoint=not whole)
+        model.save_pretrained(save_to, distributed_checkpoint=True)
         save_optimizer_distributed(model, optimizer, str(save_to / "optimizer"))
     return losses
 
@@ -56,21 +56,21 @@ def losses_of(outcomes):
     return torch.tensor(outcomes, dtype=torch.float64).mean(dim=0)
 
 
-@grid(("before", "after", "whole"), [(2, 4, False), (4, 2, True)], quick=0, day=1)
-def test_losses_of_a_resumed_run_are_those_of_one_that_went_on(workers, folder_of, tmp_path, before, after, whole):
+@pytest.mark.slow
+def test_losses_of_a_resumed_run_are_those_of_one_that_went_on(workers, folder_of, tmp_path):
     """And not where the optimizer begins anew, which the comparison sees."""
-    expected = losses_of(workers(before).run(train, folder_of(), range(4), False))
-    found = losses_of(workers(before).run(first_half, folder_of(), tmp_path / "saved", whole))
+    expected = losses_of(workers(2).run(train, folder_of(), range(4), False))
+    found = losses_of(workers(2).run(first_half, folder_of(), tmp_path / "saved"))
     torch.testing.assert_close(found, expected[:2], rtol=0, atol=WITHIN)
     resumed, anew = (
-        losses_of(workers(after).run(second_half, tmp_path / "saved", has_optimizer)) for has_optimizer in (True, False)
+        losses_of(workers(4).run(second_half, tmp_path / "saved", has_optimizer)) for has_optimizer in (True, False)
     )
     torch.testing.assert_close(resumed, expected[2:], rtol=0, atol=WITHIN)
     assert abs(anew[1] - expected[3]) > 1e6 * WITHIN
 
 
-def first_half(rank, folder, save_to, whole):
-    return train(rank, folder, range(2), True, save_to=save_to, whole=whole)
+def first_half(rank, folder, save_to):
+    return train(rank, folder, range(2), True, save_to=save_to)
 
 
 def second_half(rank, folder, has_optimizer):

@@ -11,7 +11,7 @@ import torch
 
 from foreroute.ep import execution
 from tests.adapters.hf.model_runs import log_probs
-from tests.ep.spread_steps import LAYERS, MICRO_STEPS, SpreadStep, compile_layers, differing
+from tests.ep.spread_steps import LAYERS, MICRO_STEPS, SpreadStep, differing
 from tests.ep.test_refusals import without_route
 from tests.ep.transfer.plans import split_plan, static_plan
 from tests.roundings import require_rounded
@@ -47,15 +47,13 @@ def test_rows_without_a_route_that_others_depend_on_are_counted_when_they_run(wo
             require_rounded(one, other)
 
 
-def compiled_layers(rank, folder, backend, is_before):
+def compiled_layers(rank, folder):
     """Losses and gradients under two plans: as they are, compiled, and the second without a recompilation."""
     eager = SpreadStep(rank, folder)
     other, found = split_plan(6, eager.counts_MLGE, eager.routed.home_LE), []
     assert not np.array_equal(other.hosts.expert_R, eager.plan.hosts.expert_R)
-    compiled = SpreadStep(rank, folder, compiled=backend) if is_before else eager
+    compiled = SpreadStep(rank, folder, compiled="eager")
     for s in (eager, compiled):
-        if s is compiled and not is_before:
-            compile_layers(s.model, backend)
         for plan in (s.plan, other):
             is_known = s is compiled and plan is other
             with s.execute(plan), torch._dynamo.config.patch(error_on_recompile=is_known):
@@ -65,15 +63,10 @@ def compiled_layers(rank, folder, backend, is_before):
 
 @pytest.mark.shows("Hugging Face", '`torch.compile` of layers, with `ep_implementation="foreroute"` under plans')
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("backend", "is_before"), [("eager", True), pytest.param("aot_eager", False, marks=pytest.mark.exhaustive)]
-)
-def test_compiled_layers_execute_plans_with_the_same_bits_and_no_recompilation_in_other_cells(
-    workers, folder_of, backend, is_before
-):
-    """Before `attach` and behind it. Split sizes are numbers of the host, and others in each cell."""
+def test_compiled_layers_execute_plans_with_the_same_bits_and_no_recompilation_in_other_cells(workers, folder_of):
+    """Split sizes are numbers of the host, and others in each cell."""
     folder = folder_of(num_hidden_layers=2)
-    for *eager, first, second in workers(2).run(compiled_layers, folder, backend, is_before):
+    for *eager, first, second in workers(2).run(compiled_layers, folder):
         for (losses, grads), (expected, truth) in zip((first, second), eager, strict=True):
             assert losses == expected
             assert not differing(grads, truth)

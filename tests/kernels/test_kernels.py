@@ -18,11 +18,6 @@ from foreroute.testing.ranks import environment
 PROBE = """
 #include "kernels.hpp"
 
-LOOP void words(int64_t seed, const Array<uint64_t, 1> &words) {
-    uint64_t state = static_cast<uint64_t>(seed);
-    for (int64_t i = 0; i < words.length(); ++i) words(i) = next_word(state);
-}
-
 LOOP double element(const Array<const double, 2> &array, int64_t i, int64_t j) { return array(i, j); }
 """
 
@@ -78,15 +73,6 @@ def test_arrays_that_do_not_fit_are_refused(kernels, fault):
     record = kernels.StructOf(is_on=kernels.BOOL, ids=array, is_last=kernels.BOOL)
     with pytest.raises(TypeError, match=r"array.*expected"):
         record.from_param(Inner(True, UNFIT[fault], True))
-
-
-def test_random_words_are_those_of_splitmix64(kernels):
-    """Of its author's program for the seed 1234567."""
-    words = np.zeros(5, np.uint64)
-    kernels.compiled("words", kernels.INT, kernels.ArrayOf(np.uint64, 1, filled=True))(1234567, words)
-    assert words.tolist() == [
-        6457827717110365317, 3203168211198807973, 9817491932198370423, 4593380528125082431, 16408922859458223821,
-    ]  # fmt: skip
 
 
 @pytest.mark.parametrize(("i", "j"), [(1, 2), (2, 0), (0, -1)])

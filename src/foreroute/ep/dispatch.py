@@ -1,7 +1,7 @@
-"""The rows of a cell on their way: `Dispatch` to the ranks that host their experts, and `Combine` back to their tokens.
+"""The rows of a cell on their way to the ranks that host their experts, and back to their tokens, by `MoveRows`.
 
-Each is the other's transpose, so that neither keeps a row. Gate weights travel with the rows and are applied where an
-expert computes: applied at the source, what comes back would be kept for their gradient, K rows of D for each token.
+Each way is the other's transpose, so that neither keeps a row. Gate weights travel with the rows and are applied where
+an expert computes: applied at the source, what comes back would be kept for their gradient, K rows of D for each token.
 Where rows go is arithmetic on counts, a `CellSchedule`; `upload_rows` brings it to the device.
 
 N rows: tokens of this rank, or assignments on their way; K picks of a token, A = N K assignments of this rank,
@@ -21,6 +21,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from foreroute.ep.places import Places
+from foreroute.ep.transfer.cells import Cell
 from foreroute.ep.transfer.peers import collective_errors
 from foreroute.plan.schedule import CellSchedule
 from foreroute.replay.rows import joined_to_device
@@ -29,44 +30,30 @@ ALIGNMENT = 16
 """Bytes that a GPU loads or stores at once: at a multiple of these, every row begins."""
 
 
-class Dispatch(torch.autograd.Function):
-    """`Dispatch.apply(hidden_ND, gates_NK, handle)`: rows in order of group [N, D], and their gate weights [N, 1].
+class MoveRows(torch.autograd.Function):
+    """`MoveRows.apply(handle, to_experts, rows_ND, gates)`: rows that have moved, and gates, None where none came.
 
-    A token's gradients are added over its picks in their order, so that the sum does not depend on where they went.
+    Backward is the other way: a token's gradients are added over its picks in their order, so that the sum does not
+    depend on where they went.
     """
 
     @staticmethod
-    def forward(ctx: Any, hidden_ND: Tensor, gates_NK: Tensor, handle: DispatchHandle) -> tuple[Tensor, Tensor]:
-        ctx.handle = handle
-        rows, gates = handle.send_to_experts(hidden_ND, gates_NK)
-        assert gates is not None, "gates arrive as they are sent"
-        return rows, gates
+    def forward(
+        ctx: Any, handle: DispatchHandle, to_experts: bool, rows_ND: Tensor, gates: Tensor | None
+    ) -> tuple[Tensor, Tensor | None]:
+        ctx.handle, ctx.to_experts = handle, to_experts
+        return handle.move(to_experts, rows_ND, gates)
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, Tensor | None, None]:
-        handle: DispatchHandle = ctx.handle
-        return *handle.return_to_tokens(grads[0], grads[1]), None
-
-
-class Combine(torch.autograd.Function):
-    """`Combine.apply(computed_ND, handle)`: results back at their tokens and added up over the picks, [N, D]."""
-
-    @staticmethod
-    def forward(ctx: Any, computed_ND: Tensor, handle: DispatchHandle) -> Tensor:
-        ctx.handle = handle
-        return handle.return_to_tokens(computed_ND, None)[0]
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
-        handle: DispatchHandle = ctx.handle
-        return handle.send_to_experts(grads[0], None)[0], None
+    def backward(ctx: Any, *grads: Any) -> tuple[Tensor | None, ...]:
+        return None, None, *ctx.handle.move(not ctx.to_experts, *grads)
 
 
 class DispatchHandle:
     """Where the rows of one call go, token by token."""
 
-    # `cell` is in words, for errors; ids_NK int64, the expert of each assignment
-    def __init__(self, group: dist.ProcessGroup, cell: str, rows: CellRows, ids_NK: Tensor) -> None:
+    # ids_NK: int64, the expert of each assignment
+    def __init__(self, group: dist.ProcessGroup, cell: Cell, rows: CellRows, ids_NK: Tensor) -> None:
         self.rows, self._group, self._what, self._top_k = rows, group, f"tokens of {cell}", ids_NK.shape[1]
         ids_A = ids_NK.reshape(-1)
         # stable: the rows of an expert are summed in this order, the same on every device and in every run
@@ -78,24 +65,26 @@ class DispatchHandle:
         self._row_A[self._assignment] = torch.arange(num_sent, device=ids_A.device)
 
     def dispatch(self, hidden_ND: Tensor, gates_NK: Tensor) -> tuple[Tensor, Tensor]:
-        rows, gates = Dispatch.apply(hidden_ND, gates_NK, self)
+        """Send tokens: the rows computed here [N, D] in order of group, zeros for padding, and their gates [N]."""
+        rows, gates = MoveRows.apply(self, True, hidden_ND, gates_NK)
         return rows, gates.view(-1)
 
     def combine(self, computed_ND: Tensor) -> Tensor:
-        output: Tensor = Combine.apply(computed_ND, self)
+        """Return results to their tokens, added up over the picks: [N, D], zeros for a pick that was not sent."""
+        output: Tensor = MoveRows.apply(self, False, computed_ND, None)[0]
         return output
 
-    def send_to_experts(self, hidden_ND: Tensor, gates_NK: Tensor | None) -> tuple[Tensor, Tensor | None]:
-        """Send tokens and their gate weights: [rows computed, D] and [rows computed, 1], zeros for padding."""
-        rows, gates = self.rows, None if gates_NK is None else gates_NK.reshape(-1, 1)
-        arrived, beside = self._exchange(hidden_ND, self._token, gates, self._assignment, rows.send_G, rows.receive_G)
-        beside = None if beside is None else beside.index_select(0, rows.expert_permutation)
-        return arrived.index_select(0, rows.expert_permutation), beside
-
-    def return_to_tokens(self, rows_ND: Tensor, gates_N1: Tensor | None) -> tuple[Tensor, Tensor | None]:
-        """Return computed rows: [N, D], added up over the picks in their order, and gates [N, K]; zeros if not sent."""
-        rows, chosen = self.rows, self.rows.return_permutation
-        arrived, beside = self._exchange(rows_ND, chosen, gates_N1, chosen, rows.receive_G, rows.send_G)
+    def move(self, to_experts: bool, rows_ND: Tensor, gates: Tensor | None) -> tuple[Tensor, Tensor | None]:
+        """Send rows and gates [N, K] to experts, or return them from there, gates [N, 1]."""
+        rows = self.rows
+        if to_experts:
+            gates = None if gates is None else gates.reshape(-1, 1)
+            sizes = rows.send_G, rows.receive_G
+            arrived, beside = self._exchange(rows_ND, self._token, gates, self._assignment, *sizes)
+            beside = None if beside is None else beside.index_select(0, rows.expert_permutation)
+            return arrived.index_select(0, rows.expert_permutation), beside
+        chosen = rows.return_permutation
+        arrived, beside = self._exchange(rows_ND, chosen, gates, chosen, rows.receive_G, rows.send_G)
         if beside is not None:
             beside = beside.index_select(0, self._row_A).view(-1, self._top_k)
         picks = arrived.index_select(0, self._row_A)
@@ -201,7 +190,7 @@ class ExchangeRows(torch.autograd.Function):
     """`ExchangeRows.apply(rows_ND, send_G, receive_G, group, what)`: rows from all ranks, in order of rank."""
 
     # for a framework that has a dispatcher, whose bits are kept without a plan (docs/decisions/0014): it orders rows,
-    # weighs and sums them as that does, where `Dispatch` and `Combine` keep fewer rows for backward
+    # weighs and sums them as that does, where `MoveRows` keeps fewer rows for backward
 
     @staticmethod
     def forward(

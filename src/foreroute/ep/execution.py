@@ -57,7 +57,10 @@ class PassPlan:
     group_schedule: ExecutionSchedule  # of `plan`, for this rank: rows and gradients travel by it
     joined: StepPlan  # of all groups that hold the same experts
     fetch_schedule: ExecutionSchedule  # of `joined`: weights travel by it
-    num_replicas_ML: NDArray[np.int64]  # of `joined`
+
+    @cached_property
+    def num_replicas_ML(self) -> NDArray[np.int64]:
+        return self.joined.num_replicas_ML
 
     @cached_property
     def is_at_home(self) -> bool:
@@ -122,20 +125,19 @@ class PlanExecution:
         assert engine is not None, "a chunk that replays has layers"
         if not plan.is_at_home:
             self.begin_transfers(pass_name)
-            engine.expect_backward(pass_name == "update")
+            engine.expects_backward = pass_name == "update"
         # Here and once: for recomputation and backward too, and outside of the selective checkpoints of layers, which
         # number operators.
         sent_R, layers = self._find_sent(micro_step, rows), self.chunks[chunk]
         cell_rows = self.upload_cells(micro_step, layers, plan, rows.ids_LRK.device)
-        names = {layer: str(Cell(self.number, micro_step, layer)) for layer in layers}
-        return PassCells(self, micro_step, plan, engine, names, cell_rows, sent_R)
+        return PassCells(self, micro_step, plan, engine, cell_rows, sent_R)
 
     def begin_transfers(self, pass_name: PassName) -> None:
         """Give the engine the plan of a pass, unless it has it or nothing travels."""
         engine, plan = self.engine, self.passes[pass_name]
         if engine is None or plan.is_at_home or self._has_plan:
             return
-        if takes_host_memory(engine.paths):
+        if takes_host_memory(engine.options.paths):
             self.before_publishing()
         # passes that are not at home are of one plan
         engine.begin_step(self.number, plan.joined, plan.fetch_schedule, plan.group_schedule)
@@ -235,8 +237,7 @@ class PassCells:
     micro_step: int
     plan: PassPlan  # what is executed in the pass
     engine: TransferEngine
-    names: Mapping[int, str]  # of the cells, in words, by the layer's position in the model
-    rows: Mapping[int, CellRows]  # by the same; none where ranks exchange counts first
+    rows: Mapping[int, CellRows]  # by the layer's position in the model; none where ranks exchange counts first
     sent_R: Tensor | None  # int64, which of the R rows experts compute, ascending; None for all
 
 
@@ -246,18 +247,13 @@ class CellWork:
 
     cells: PassCells
     cell: Cell
-    name: str  # of the cell, in words
     is_recomputation: bool  # an activation checkpoint runs the layer again, in either pass of the plan
 
     @property
-    def has_replicas(self) -> bool:
-        """Whether some rank has a replica in the cell."""
-        return bool(self.cells.plan.num_replicas_ML[self.cell.micro_step, self.cell.layer])
-
-    @property
-    def num_replicas_here(self) -> int:
-        """How many replicas this rank has."""
-        return len(self.cells.plan.fetch_schedule.cell(self.cell.micro_step, self.cell.layer).hosted)
+    def num_replicas(self) -> int | None:
+        """How many replicas this rank has in the cell; None where no rank has one."""
+        plan, at = self.cells.plan, (self.cell.micro_step, self.cell.layer)
+        return len(plan.fetch_schedule.cell(*at).hosted) if plan.num_replicas_ML[at] else None
 
     def begin(self, counts_E: Tensor) -> CellRows:
         """Return the rows of the cell, which begins to run, given the assignments of its router, integers [E]."""
@@ -290,4 +286,4 @@ def work_of(passes: PassStack, layer: int, path: str) -> CellWork:
             "execute() on routes that were given to it, of the model itself and not of what torch.compile made of it"
         )
     cell = Cell(cells.execution.number, cells.micro_step, layer)
-    return CellWork(cells, cell, cells.names[layer], passes.is_recompute)
+    return CellWork(cells, cell, passes.is_recompute)

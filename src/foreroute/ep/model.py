@@ -67,6 +67,7 @@ class ExpertParallelModel(ABC):
 
     Attributes:
         home_LE: int16 [L, E], the rank of the group that every expert lives on now.
+        transfers: how weights of replicas travel.
         holder: whose `execution` is the plan that is executed now; None until one was executed.
     """
 
@@ -81,11 +82,12 @@ class ExpertParallelModel(ABC):
         chunks: Sequence[Sequence[int]],
         owner_AG: NDArray[np.int64] | None = None,
     ) -> None:
+        block_home_LE.setflags(write=False)  # who changed it in place would tell nobody
         self.home_LE, self.block_home_LE = block_home_LE, block_home_LE
         self.chunks = chunks
         self.holder: ExecutionHolder | None = None
         self._group, self._owner_AG = group, owner_AG
-        self._transfers = TransferOptions()
+        self.transfers = TransferOptions()
         self._engine: TransferEngine | None = None
         self._step = 0
 
@@ -122,8 +124,7 @@ class ExpertParallelModel(ABC):
 
         Args:
             find_batches: returns the micro-batches of this rank, in the order in which they will run. Models are given
-                what these are made of: traces, or what `rows` or `shard` of the model made of them. A rank without
-                sequences in a micro-step has `trace.select([])` there.
+                what these are made of; a rank without sequences in a micro-step has `trace.select([])` there.
 
         Returns:
             counts_MLGE: int32 [M, L, G, E], the same on every rank of the group and its pipeline stages. Rows without a
@@ -145,11 +146,7 @@ class ExpertParallelModel(ABC):
         return self._gather(counts_MLE, what)
 
     def gather_executed(self, executions: Sequence[PlanExecution]) -> NDArray[np.int64]:
-        """Gather what experts computed in executions that have ended, one after the other.
-
-        Returns:
-            executed_MLG: int64 [M, L, G], assignments, the same on every rank of the group and its pipeline stages.
-        """
+        """Gather the assignments that experts computed in ended executions: int64 [M, L, G], on every rank."""
         executed_ML = np.concatenate([each.executed_ML for each in executions])
         return self._gather(executed_ML, "gathering what was executed")
 
@@ -174,10 +171,8 @@ class ExpertParallelModel(ABC):
         """Compute every routed layer of every micro-batch by its cell of a plan while the context is open.
 
         Opened around `replay` sessions of the micro-batches, in their order, or around one call of Megatron's schedule
-        whose forward step is `replaying`, with backward inside. Every forward of the model is one of them. In between
-        no rank asks another on the host, and nobody waits for the device. On Hugging Face routed experts are given the
-        rows that have a route: padding gets zeros from them, and so does the last token of a sequence, which no other
-        row depends on.
+        whose forward step is `replaying`, with backward inside. Every forward of the model is one of them. On Hugging
+        Face routed experts give zeros to padding, and to the last token of a sequence, which no row depends on.
 
         Args:
             holder: where the layers of the model look for the plan. Models hand it in.
@@ -193,11 +188,11 @@ class ExpertParallelModel(ABC):
         Raises:
             PlanError: when plans differ, one is for other ranks, layers, experts, homes or tokens, or a layer cannot
                 execute one.
-            CountsError: when the plan was made for other counts, or a micro-batch has others. On the rank alone whose
-                forward brings other routes than `micro_batches`; the others end with it.
+            CountsError: when the plan was made for other counts, or a micro-batch has others; on the rank alone whose
+                forward brings other routes.
             TraceError: when a rank hands in what is no micro-batch of the model.
-            ReplayError: when a planned micro-batch was not run, or a router did not do what was replayed; in a forward
-                that replays nothing, or when a plan is executed already.
+            ReplayError: when a planned micro-batch was not run, a router did not do what was replayed, a forward
+                replays nothing, or a plan is executed already.
         """
         self._require_no_execution("another one begins")
         self._step = self._step + 1 if step is None else step
@@ -210,34 +205,25 @@ class ExpertParallelModel(ABC):
                 "for them; record those rows, or leave their sequences out",
                 stacklevel=3,
             )
-        with self.activate(holder, execution), self.layers_in_place():
-            yield execution
-
-    @contextmanager
-    def activate(self, holder: ExecutionHolder, execution: PlanExecution) -> Iterator[PlanExecution]:
-        """Have layers find an execution while the context is open, and end it on all ranks alike."""
-        number = execution.number
         if execution.engine is not None:
             execution.engine.take_records()  # of an execution that failed
             if not (self.gathers_late or any(each.is_at_home for each in execution.passes.values())):
                 execution.begin_transfers("update")
         self.holder, holder.execution = holder, execution
         try:
-            yield execution
+            with self.layers_in_place():
+                yield execution
         finally:
             holder.execution = None
         execution.end_transfers()
-        with self.groups.everyone.agree(f"ending step {number}", ReplayError):
+        with self.groups.everyone.agree(f"ending step {execution.number}", ReplayError):
             execution.require_ran()
 
     def share_plan(self, make: Callable[[], StepPlan]) -> StepPlan:
         """Give all ranks of an expert-parallel group the plan that the first one makes.
 
-        Args:
-            make: called on the first rank alone; it may wait for a thread that plans.
-
-        Raises:
-            PlanError: on the other ranks, when the first cannot make it; there, its own error.
+        `make` is called on the first rank alone, and may wait for a thread that plans. When it fails, the other ranks
+        raise `PlanError`, and the first its own error.
         """
         group, what, content = self.groups.consensus, "waiting for the plan of the first rank", b""
         with self.groups.everyone.agree(what, PlanError):
@@ -250,25 +236,19 @@ class ExpertParallelModel(ABC):
     def use(self, transfers: TransferOptions) -> None:
         """Have weights of replicas travel so from the next execution on; by default from peer to peer, a cell ahead.
 
-        Args:
-            transfers: the same on every rank of the model. With `paths="host"`, the topology of a plan says how many
-                ranks share a node's memory.
-
-        Raises:
-            ReplayError: while a plan is executed.
+        The same on every rank of the model. With `paths="host"`, the topology of a plan says how many ranks share a
+        node's memory. Raises `ReplayError` while a plan is executed.
         """
         self._require_no_execution("weights travel in another way")
         self.close()
-        self._transfers = transfers
+        self.transfers = transfers
 
     def move_homes(self, homes: StepPlan | ArrayLike, optimizer: Any = None) -> int:
         """Move experts to other expert-parallel ranks, with all that the optimizer keeps for them.
 
         Called on every rank of the job, between two steps, when gradients have been set to zero. Routers go on in
-        logical experts, and so do traces, auxiliary losses, expert bias and counts. What arrives on a rank is held
-        beside what is there until all ranks have everything; then it is written in place, experts in ascending order of
-        their ids. On Hugging Face, move them back to `block_home_LE` before anything is saved or loaded, which is
-        refused while experts are away.
+        logical experts, and so do traces, auxiliary losses, expert bias and counts. Nothing is written until all ranks
+        have everything. On Hugging Face, move them back to `block_home_LE` before anything is saved or loaded.
 
         Args:
             homes: a plan, of which homes alone are taken, or integers [L, E]: the rank of the group that each expert
@@ -286,23 +266,16 @@ class ExpertParallelModel(ABC):
         """
         self._require_no_execution("experts move")
         received, self.home_LE = self.move(homes.home_LE if isinstance(homes, StepPlan) else homes, optimizer)
+        self.home_LE.setflags(write=False)
         if self._engine is not None:
             self._engine.end_step()  # slots hold experts by their old homes
         return received
 
     def close(self) -> None:
-        """Release what weights of replicas travel by, such as memory that ranks share; it is made again when needed.
-
-        Groups of ranks stay. Never raises: errors end here too.
-        """
+        """Release what weights of replicas travel by, but for groups; it is made again when needed. Never raises."""
         if self._engine is not None:
             self._engine.close()
         self._engine = None
-
-    @property
-    def prefetch(self) -> int:
-        """Cells ahead of the one that runs whose replicas are fetched."""
-        return self._transfers.prefetch
 
     @cached_property
     def groups(self) -> RankGroups:
@@ -327,7 +300,7 @@ class ExpertParallelModel(ABC):
             is_of_all = groups.peers.size == groups.everyone.size
             self._engine = TransferEngine(
                 homes,
-                self._transfers,
+                self.transfers,
                 groups.peers,
                 groups.everyone if is_of_all else groups.consensus,
                 first=groups.members[0] if is_of_all else 0,
@@ -384,7 +357,7 @@ class ExpertParallelModel(ABC):
             is_partly_known = not all(each.is_whole for each in batches)
             differs = plan.is_at_home("recompute") != plan.is_at_home("update")
             vote.numbers = is_partly_known, differs, *(int(each.hosts.offsets[-1]) for each in in_pass.values())
-        warn_of_lacks(plan, self.executor, self._transfers.paths)
+        warn_of_lacks(plan, self.executor, self.transfers.paths)
         is_known_M = [True] * len(batches)
         if vote.numbers_GN[groups.members, 0].any():
             partly_M = torch.tensor([not each.is_whole for each in batches], dtype=torch.int32)
@@ -413,7 +386,7 @@ class ExpertParallelModel(ABC):
         self, plans: list[StepPlan], counts_MLGE: NDArray[np.integer], num_replicas_W: NDArray[np.int64]
     ) -> list[PassPlan]:
         """Compile the plan of each pass for this rank, and that by which weights travel, on all ranks at once."""
-        groups, paths = self.groups, self._transfers.paths
+        groups, paths = self.groups, self.transfers.paths
         own = [ExecutionSchedule(plan, counts_MLGE, groups.consensus.rank, paths=paths) for plan in plans]
         joined, weights = plans, own
         if self._owner_AG is not None:
@@ -423,7 +396,7 @@ class ExpertParallelModel(ABC):
             none_MLWE = np.zeros((*plans[0].shape[:2], groups.everyone.size, plans[0].shape[2]), np.int32)
             weights = [ExecutionSchedule(each, none_MLWE, groups.everyone.rank, paths=paths) for each in joined]
         return [
-            PassPlan(plan, schedule, of_all, of_weights, of_all.num_replicas_ML)
+            PassPlan(plan, schedule, of_all, of_weights)
             for plan, schedule, of_all, of_weights in zip(plans, own, joined, weights, strict=True)
         ]
 

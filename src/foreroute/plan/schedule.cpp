@@ -384,13 +384,3 @@ LOOP int64_t schedule_cells(int64_t rank, const Hosts &hosts, const Array<const 
     }
     return NONE;
 }
-
-// Give each edge its round.
-LOOP void colour_edges(const Array<const int64_t, 1> &source_V, const Array<const int64_t, 1> &target_V,
-                       const Array<int64_t, 1> &round_V) {
-    int64_t num_ranks = 0;
-    for (int64_t v = 0; v < source_V.length(); ++v) num_ranks = max(num_ranks, max(source_V[v], target_V[v]) + 1);
-    const int64_t num_rounds = plan_schedule::rounds_needed(source_V, target_V, num_ranks);
-    Scratch<int64_t, 3> edge_at(2, num_ranks, num_rounds);
-    plan_schedule::colour(source_V, target_V, num_rounds, edge_at, round_V);
-}

@@ -105,7 +105,7 @@ class _Block(NamedTuple):
 
 
 _MOVES = ArrayOf(MOVE, 1, filled=True)
-_NUMBERS, _FILLED, _FILLED_2 = ArrayOf(np.int64, 1), *(ArrayOf(np.int64, ndim, filled=True) for ndim in (1, 2))
+_FILLED, _FILLED_2 = (ArrayOf(np.int64, ndim, filled=True) for ndim in (1, 2))
 _BLOCK = StructOf(
     send_CG=_FILLED_2,
     receive_CG=_FILLED_2,
@@ -120,17 +120,6 @@ _BLOCK = StructOf(
     ends_CX=_FILLED_2,
 )
 _schedule_cells = compiled("schedule_cells", INT, HOSTS, ArrayOf(np.int32, 3), INT, _BLOCK, _FILLED, returns=INT)
-_colour_edges = compiled("colour_edges", _NUMBERS, _NUMBERS, _FILLED)
-
-
-def colour_edges(source_V: NDArray[np.int64], target_V: NDArray[np.int64]) -> NDArray[np.int64]:
-    """Give moves from vertex to vertex their rounds, int64 [V] from 0, as few as can be.
-
-    In a round no vertex sends twice and none receives twice.
-    """
-    round_V = np.empty(len(source_V), np.int64)
-    _colour_edges(np.ascontiguousarray(source_V), np.ascontiguousarray(target_V), round_V)
-    return round_V
 
 
 class ExecutionSchedule:

@@ -31,12 +31,7 @@ TORCH = {
 
 
 class Trained:
-    """A model in DDP with its optimizer.
-
-    Attributes:
-        chunks: wrapped.
-        optimizer: of torch or of Megatron.
-    """
+    """A model in DDP, `chunks`, with its `optimizer` of torch or of Megatron."""
 
     def __init__(self, chunks, kind, **told):
         install()

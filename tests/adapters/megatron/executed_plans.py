@@ -11,8 +11,8 @@ import torch.distributed as dist
 from megatron.core import parallel_state
 
 from foreroute.adapters import megatron
-from foreroute.adapters.megatron.recording import gather_objects
 from foreroute.ep.transfer.engine import TransferOptions
+from foreroute.ep.transfer.peers import gather_objects
 from foreroute.plan import Links, PlanOptions, Topology
 from foreroute.plan.options import SlotSharing
 from foreroute.planner import plan
@@ -32,23 +32,14 @@ LINKS = Links(4e9, 1e9, 2e9, 1e-5, 5e-5)
 
 @dataclasses.dataclass
 class Planned:
-    """A case before its first step.
-
-    Attributes:
-        chunks: as they were built.
-        routed: they, attached.
-        model: they in DDP with an optimizer, or None.
-        batches: micro-batches, and `traces` their routes.
-        shards: the routes of this rank.
-        plan: with `counts_MLGE`, what it was made for.
-    """
+    """A case before its first step."""
 
     chunks: list
     routed: megatron.RoutedMegatron
-    model: Trained | None
+    model: Trained | None  # the chunks in DDP with an optimizer
     batches: list
-    traces: list
-    shards: list
+    traces: list  # routes of the batches
+    shards: list  # those of this rank
     plan: Any
     counts_MLGE: np.ndarray
 
@@ -70,19 +61,11 @@ class Planned:
         return step(chunks, carrying(self.batches, self.shards), self.routed.replaying(forward), **more)
 
 
-def trained(case, planned, after_schedule=lambda: None, steps=STEPS, path="direct"):
-    """So many steps of a case.
+def trained(case, planned, steps=STEPS, path="direct"):
+    """So many steps of a case: losses, weights with the optimizer's state, routes, and what was executed.
 
-    Args:
-        case: see `grid.ExecutionCase`.
-        planned: "static", "planned", "shared" or "random", which also moves homes; None for Megatron as it is,
-            "moved" for the same with homes elsewhere from every other step on.
-        after_schedule: called before gradients are summed over ranks.
-        path: that weights of replicas take.
-
-    Returns:
-        Losses, weights, buffers and the state of the optimizer, which sums gradients up; recorded routes where nothing
-        is executed; rows off the plan, cells with replicas and moves of homes.
+    `planned` is "static", "planned", or "random", which also moves homes; None for Megatron as it is, "moved" for the
+    same with homes elsewhere from every other step on.
     """
     chunks, routed = built(case)
     routed.use(TransferOptions(paths=path))
@@ -113,7 +96,6 @@ def trained(case, planned, after_schedule=lambda: None, steps=STEPS, path="direc
             found["off_plan"] += rows_off_plan(routed, execution, counts_MLGE) if case.complete else 0
         else:
             found["traces"].append(digest(recording.trace()))
-        after_schedule()
         finalize_model_grads(model.chunks)
         model.apply()
     if dict(case.told).get("overlap_param_gather"):
@@ -217,7 +199,7 @@ def put_together(mine):
     """Key -> the whole tensor, flat, of (key, first element, elements of the whole, tensor) of all ranks."""
     # as bytes: tensors are pickled by way of files, one each
     as_bytes = [(*of, t.dtype, t.reshape(-1).contiguous().view(torch.uint8).numpy()) for *of, t in mine]
-    everywhere = gather_objects(as_bytes, dist.group.WORLD)
+    everywhere = gather_objects(as_bytes, dist.group.WORLD, "comparing")
     whole = {}
     for key, first, numel, dtype, held in itertools.chain.from_iterable(everywhere):
         flat = torch.from_numpy(held).view(dtype)

@@ -20,14 +20,7 @@ server.set_forkserver_preload([f"{__package__}.preloaded"])
 
 
 def run(function, *args, ranks=1, timeout=120, dying=()):
-    """Call a function on `ranks` processes that form the default process group: see `Workers.run`.
-
-    Args:
-        function: "module.name" of a module beside this one: it imports Megatron, and this process does not. What it
-            returns is pickled.
-        timeout: seconds, after which every rank's stack is reported.
-        dying: ranks that end without an answer.
-    """
+    """Call "module.name" of a module beside this one, which may import Megatron, on ranks: see `Workers.run`."""
     assert ranks <= MOST_RANKS, f"{ranks} ranks were asked for; {MOST_RANKS} is the most that two cores carry"
     workers = Workers(ranks, timeout_s=timeout, forked_from=server)
     try:

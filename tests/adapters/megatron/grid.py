@@ -115,25 +115,14 @@ FLOAT64 = {"moe_router_dtype": "fp64", "params_dtype": torch.float64, "pipeline_
 
 @dataclasses.dataclass(frozen=True)
 class ExecutionCase:
-    """A way of training under executed plans.
-
-    Attributes:
-        cell: how the model is split.
-        ranks: processes; those beyond `cell.ranks` are data-parallel, of experts too.
-        optimizer: a name of `cpu_optimizers`.
-        told: what DistributedDataParallel is told.
-        complete: whether every row has a route, as an engine's last rows have not.
-        rounded: whether weights are those of a model in bfloat16.
-        replays: whether routes are given at all.
-        padding: what becomes of it in replay.
-    """
+    """A way of training under executed plans."""
 
     cell: Cell
-    ranks: int = 2
-    optimizer: str = "momentum"
-    told: tuple = ()
-    complete: bool = True
-    rounded: bool = False
+    ranks: int = 2  # those beyond `cell.ranks` are data-parallel, of experts too
+    optimizer: str = "momentum"  # a name of `cpu_optimizers`
+    told: tuple = ()  # to DistributedDataParallel
+    complete: bool = True  # every row has a route, as an engine's last rows have not
+    rounded: bool = False  # weights are those of a model in bfloat16
     replays: bool = True
     padding: str = "spread"
 

@@ -10,7 +10,7 @@ import pytest
 import torch.distributed as dist
 
 from foreroute.adapters import megatron
-from foreroute.adapters.megatron.recording import gather_objects
+from foreroute.ep.transfer.peers import gather_objects
 from foreroute.trace import digest
 from tests.adapters.megatron.micro_batches import (
     PAD_ROW,
@@ -123,7 +123,7 @@ def arrays_stay_out_of_objects():
 
 def assert_recorded(trace, traces, batches, picks, cell):
     """On all ranks of a model alike: what its dispatchers were given."""
-    everywhere = gather_objects(digest(trace), dist.group.WORLD)
+    everywhere = gather_objects(digest(trace), dist.group.WORLD, "comparing")
     assert len(set(everywhere)) == 1 or cell.ep > 1, "ranks of one model recorded different traces"
     for batch, one in zip(batches, traces, strict=True):
         assert [one.tokens(s).tolist() for s in range(len(one))] == [t.tolist() for t in batch.tokens]

@@ -26,22 +26,14 @@ PLAIN = {"is_hybrid_cp": False} if "is_hybrid_cp" in signature(get_batch_on_this
 
 @dataclasses.dataclass(frozen=True)
 class Batch:
-    """One micro-batch of one data-parallel rank.
+    """One micro-batch of one data-parallel rank."""
 
-    Attributes:
-        lengths: tokens of each sequence, without padding.
-        tokens: one integer tensor per sequence.
-        align: sequences are padded to a multiple of this, when packed.
-        width: slots of a sequence, with padding, when padded.
-        routes: what it is replayed on, or None.
-    """
-
-    lengths: tuple
-    tokens: tuple
+    lengths: tuple  # of each sequence, without padding
+    tokens: tuple  # one integer tensor per sequence
     packed: bool
-    align: int
-    width: int = WIDTH
-    routes: object = None
+    align: int  # packed sequences are padded to a multiple of this
+    width: int = WIDTH  # slots of a padded sequence
+    routes: object = None  # what it is replayed on
 
     def laid_out(self, values, fill):
         """One number per token of each sequence, in the order of the whole batch: [B, width], or [1, total] packed."""

@@ -17,7 +17,6 @@ from tests.adapters.megatron import test_replicas_inside as inside
 from tests.adapters.megatron.executed_plans import Planned, furthest, trained
 from tests.adapters.megatron.forked_ranks import on_ranks
 from tests.adapters.megatron.grid import FLEX_BACKENDS, Cell, on_flex
-from tests.adapters.megatron.test_execution_controls import SEEN as APART
 from tests.adapters.megatron.training_step import moe_layers
 from tests.trainers.verl.flex_kernels import SEEN
 
@@ -66,7 +65,7 @@ def test_the_comparison_sees_a_pick_that_goes_elsewhere():
                 if "nobody has all of" not in str(error):
                     raise
                 apart = torch.inf  # a budget with a row to spare has undefined memory in it
-        assert apart > APART, (backend, apart)
+        assert apart > inside.SEEN, (backend, apart)
 
 
 @on_ranks(2)

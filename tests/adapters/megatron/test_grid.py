@@ -3,6 +3,9 @@
 Score functions are asked of sessions, in `tests.replay`.
 """
 
+import os
+from importlib import metadata
+
 import pytest
 
 from tests.adapters.megatron.forked_ranks import run
@@ -20,3 +23,16 @@ def test_routes_reach_every_router_as_recorded(ranks):
 @grid("name", SHAPES, quick=1)
 def test_routes_find_their_layers(name):
     run("grid_checks.check_cell", SHAPES[name], ranks=SHAPES[name].ranks)
+
+
+def version():
+    import megatron.core
+
+    return megatron.core.__version__
+
+
+def test_the_megatron_that_runs_is_the_one_asked_for():
+    """`make test-megatron-newest` puts another before the one that is installed, and says which."""
+    [found] = run("test_grid.version")
+    # Megatron adds the commit of a repository that it lies in
+    assert found.split("+")[0] == os.environ.get("FOREROUTE_MEGATRON", metadata.version("megatron-core"))

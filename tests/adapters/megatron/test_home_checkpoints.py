@@ -19,12 +19,25 @@ from foreroute.testing.megatron_on_cpu import write_checkpoints_without_server
 from tests.adapters.megatron.cpu_optimizers import Trained
 from tests.adapters.megatron.executed_plans import whole_experts
 from tests.adapters.megatron.forked_ranks import on_ranks
-from tests.adapters.megatron.grid import Cell
+from tests.adapters.megatron.grid import Cell, with_settings
 from tests.adapters.megatron.micro_batches import make_batches
 from tests.adapters.megatron.model_chunks import build, initialize
 from tests.adapters.megatron.training_step import moe_layers, step
 
 FORMAT = {"distrib_optim_sharding_type": "fully_reshardable", "chained_optim_avoid_prefix": True}
+
+
+@pytest.mark.slow
+@on_ranks(2)
+def test_distributed_checkpoints_are_in_logical_order():
+    check_round_trips(Cell(ep=2, layers=2), "float32")
+
+
+@pytest.mark.slow
+@on_ranks(4)
+def test_so_are_those_of_a_distributed_optimizer():
+    dense_first = with_settings({"moe_layer_freq": [0, 1]}, ep=2, layers=2, experts="grouped")
+    check_round_trips(dense_first, "distributed master weights")
 
 
 def check_round_trips(cell, kind):
@@ -73,6 +86,8 @@ def test_other_formats_are_refused_while_experts_are_away():
     for kind in ("dp_reshardable", "dp_zero_gather_scatter"):
         with pytest.raises(PlacementError, match=f"keeps its state as {kind}.*fully_reshardable"):
             run.shards(False, {"distrib_optim_sharding_type": kind})
+    with pytest.raises(PlacementError, match="singleton_local_shards"):
+        run.shards(False, FORMAT | {"singleton_local_shards": True})
     with folder() as path:
         run.save(path)
         loaded = dist_checkpointing.load(run.shards(True), path)

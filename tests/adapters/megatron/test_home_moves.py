@@ -9,20 +9,43 @@ from foreroute.adapters.megatron import expert_parameters, planned_experts
 from foreroute.ep.transfer.home_moves import MovingLayer
 from tests.adapters.megatron.executed_plans import furthest, trained
 from tests.adapters.megatron.forked_ranks import on_ranks
-from tests.adapters.megatron.grid import Cell, ExecutionCase
+from tests.adapters.megatron.grid import BIASED, OVERLAP, Cell, ExecutionCase, with_settings
 from tests.trainers.verl import flex_kernels  # noqa: F401  # of DeepEP and HybridEP, which the flex dispatcher takes
 
-STEPS = 4
+DEEP_EP = {"moe_flex_dispatcher_backend": "deepep"}
+BALANCED = {**BIASED, "moe_router_load_balancing_type": "aux_loss", "moe_aux_loss_coeff": 0.1}
+CASES = [
+    ExecutionCase(Cell(ep=2, layers=2, dispatcher="allgather", packed=True, recompute="uniform"), 2, "adafactor"),
+    ExecutionCase(Cell(ep=2, tp=2, layers=2, packed=True, recompute="selective"), 2, "master weights"),
+    ExecutionCase(with_settings(BALANCED, ep=2, layers=2), 2, "float32", replays=False),
+    ExecutionCase(with_settings(DEEP_EP, ep=2, layers=2, dispatcher="flex"), 2, "adamw"),
+    ExecutionCase(with_settings({"moe_layer_freq": [0, 1]}, ep=2, pp=2, layers=2), 4, "adamw"),
+    ExecutionCase(Cell(ep=2, tp=2, layers=1), 4, "distributed master weights", OVERLAP, replays=False),
+]
+"""How the model is split, its optimizer, and whether routes are replayed. In the last, ranks hold parts of weights."""
 
 
-def check_moves_change_nothing(case):
-    # padding that is spread goes evenly to places, so that it goes elsewhere when homes move
-    case = dataclasses.replace(case, padding="native")
-    fixed, moved = (trained(case, planned, steps=STEPS) for planned in (None, "moved"))
-    assert (fixed["moved"], moved["moved"] > 0) == (0, True)
-    assert fixed["traces"] == moved["traces"]
-    apart = furthest(moved, fixed)
-    assert max(apart.values()) == 0, apart
+@pytest.mark.slow
+@on_ranks(2)
+def test_losses_weights_state_and_routes_are_equal_bit_for_bit():
+    check_moves_change_nothing(2)
+
+
+@pytest.mark.slow
+@on_ranks(4)
+def test_so_they_are_on_stages_and_under_a_distributed_optimizer():
+    check_moves_change_nothing(4)
+
+
+def check_moves_change_nothing(ranks):
+    for case in (case for case in CASES if case.ranks == ranks):
+        # padding that is spread goes evenly to places, so that it goes elsewhere when homes move
+        case = dataclasses.replace(case, padding="native")
+        fixed, moved = (trained(case, planned, steps=4) for planned in (None, "moved"))
+        assert (fixed["moved"], moved["moved"] > 0) == (0, True)
+        assert fixed["traces"] == moved["traces"]
+        apart = furthest(moved, fixed)
+        assert max(apart.values()) == 0, (str(case), apart)
 
 
 @pytest.mark.slow

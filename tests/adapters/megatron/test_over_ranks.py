@@ -4,7 +4,7 @@ import numpy as np
 import torch.distributed as dist
 
 from foreroute.adapters import megatron
-from foreroute.adapters.megatron.recording import gather_objects
+from foreroute.ep.transfer.peers import gather_objects
 from foreroute.errors import AttachError
 from foreroute.trace import digest
 from tests.adapters.megatron.forked_ranks import on_ranks
@@ -37,7 +37,9 @@ def check_margins_and_rollouts(cell):
     assert np.flatnonzero(~routed_N).tolist() == (rollout.offsets[1:] - 1).tolist()
     assert np.array_equal(rollout.expert_ids_NLK[routed_N], whole.expert_ids_NLK[routed_N])
     mine = digest(trace), digest(rollout), margins_NL.tobytes()
-    assert len(set(gather_objects(mine, dist.group.WORLD))) == 1, "ranks of one model put different things together"
+    assert len(set(gather_objects(mine, dist.group.WORLD, "comparing"))) == 1, (
+        "ranks of one model put different things together"
+    )
 
 
 @on_ranks(2)

@@ -14,7 +14,7 @@ from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.pipeline_parallel import get_forward_backward_func
 
 from examples.megatron.rollout_routes import RolloutRoutes
-from foreroute.adapters.megatron.recording import gather_objects
+from foreroute.ep.transfer.peers import gather_objects
 from tests.adapters.megatron.forked_ranks import ROOT, on_ranks
 from tests.adapters.megatron.grid import Cell
 from tests.adapters.megatron.model_chunks import EXPERTS, TOP_K, VOCABULARY, attached, build, initialize
@@ -42,7 +42,7 @@ def test_every_block_of_the_page_runs():
 @on_ranks(2)
 def test_the_example_trains_on_two_ranks():
     seen = r"^step \d: .*k3 on own routes (\S+), k3 on the engine's (\S+),.* planned (\S+), executed (\S+)$"
-    printed = gather_objects(run_example("--steps", "2"), dist.group.WORLD)
+    printed = gather_objects(run_example("--steps", "2"), dist.group.WORLD, "comparing")
     lines = re.findall(seen, "".join(printed), re.MULTILINE)
     assert len(lines) == 2, printed
     native, replayed, *_ = (sum(map(float, column)) for column in zip(*lines, strict=True))
@@ -106,26 +106,21 @@ def test_routes_of_rollouts_are_found_by_their_tokens():
         SimpleNamespace(trajectory=[each], routes=[of.tolist()]) for each, of in zip(tokens, routes, strict=True)
     ]
     known = RolloutRoutes()
-    for names_them in (False, True):
-        if names_them:
+    for numbers, follows in (((1, 0), False), ((1, 0), True), ((2,), True), ((), True)):
+        if follows:
             known.remember(model, rollouts, pad)
-        for numbers, follows in (((1, 0), names_them), ((2,), names_them), ((), False)):
-            slots = [-(-lengths[n] // 4) * 4 for n in numbers]
-            row = [
-                token
-                for n, width in zip(numbers, slots, strict=True)
-                for token in tokens[n] + [pad] * (width - lengths[n])
-            ]
-            row = torch.tensor([row + [pad] * (PAGE_WIDTH - len(row))])
-            ends = torch.tensor([0, *slots, PAGE_WIDTH - sum(slots)]).cumsum(0).int()
-            packed = PackedSeqParams("thd", ends, ends, ends, ends, PAGE_WIDTH, PAGE_WIDTH)
-            with Dispatched([model]).watch() as seen, known.replayed(row, packed):
-                model(row, torch.arange(PAGE_WIDTH)[None], None, packed_seq_params=packed)
-            for layer, [(_, map_RE, *_)] in seen.calls.items():
-                for n, begin in zip(numbers, ends.tolist(), strict=False):
-                    ran_RE = torch.from_numpy(map_RE[begin : begin + lengths[n] - 1])
-                    told_RE = torch.zeros(ran_RE.shape, dtype=torch.bool).scatter(1, routes[n][:, layer], True)
-                    assert torch.equal(ran_RE, told_RE) == follows, (numbers, layer)
+        slots = [-(-lengths[n] // 4) * 4 for n in numbers]
+        row = [t for n, width in zip(numbers, slots, strict=True) for t in tokens[n] + [pad] * (width - lengths[n])]
+        row = torch.tensor([row + [pad] * (PAGE_WIDTH - len(row))])
+        ends = torch.tensor([0, *slots, PAGE_WIDTH - sum(slots)]).cumsum(0).int()
+        packed = PackedSeqParams("thd", ends, ends, ends, ends, PAGE_WIDTH, PAGE_WIDTH)
+        with Dispatched([model]).watch() as seen, known.replayed(row, packed):
+            model(row, torch.arange(PAGE_WIDTH)[None], None, packed_seq_params=packed)
+        for layer, [(_, map_RE, *_)] in seen.calls.items():
+            for n, begin in zip(numbers, ends.tolist(), strict=False):
+                ran_RE = torch.from_numpy(map_RE[begin : begin + lengths[n] - 1])
+                told_RE = torch.zeros(ran_RE.shape, dtype=torch.bool).scatter(1, routes[n][:, layer], True)
+                assert torch.equal(ran_RE, told_RE) == follows, (numbers, layer)
     with pytest.raises(KeyError):
         known.replayed(torch.tensor([tokens[0][::-1]]), PackedSeqParams("thd", torch.tensor([0, 5])))
 

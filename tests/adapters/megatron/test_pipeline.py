@@ -50,6 +50,7 @@ def test_the_engine_has_the_weights_and_experts_compute_what_was_planned(four):
         assert step["k3"] < 1e-9, step
         assert step["canary_nats"] < 1e-4, step
         assert step["canary_experts"] == 1, step
+        assert step["executed"] == step["planned"], step
     assert max(abs(step["loss_1"]) for step in found) > 1e-3, "losses that are zero are the same anywhere"
 
 

@@ -13,6 +13,7 @@ from foreroute.errors import (
     ConfigError,
     ReplayError,
     StaleTraceError,
+    TraceError,
 )
 from foreroute.layout import pad
 from tests.adapters.megatron.forked_ranks import on_ranks
@@ -90,7 +91,7 @@ def test_a_wrapped_step_tells_what_went_wrong():
     late = replaying(lambda given, _: on.run(BATCH))
     for error, said, wrong, batches, called in (
         (BatchMismatchError, "no data iterator", run, None, on.model),
-        (BatchMismatchError, "routes of a batch are a list", run, [listed], on.model),
+        (TraceError, "what is to be replayed is a list", run, [listed], on.model),
         (BatchMismatchError, "none under 'routes'", run, [misspelled], on.model),
         (ReplayError, "no forward of the attached model ran", forgets, [batch], on.model),
         (ReplayError, "took 0 batches", late, [batch], on.model),

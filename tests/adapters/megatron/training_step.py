@@ -80,16 +80,11 @@ def watching(blocks, note):
 
 
 class Dispatched:
-    """What the dispatchers of a model were given, seen where the dispatchers are called.
-
-    A recomputed forward has the hidden states of the first one, bit for bit, which tells whose micro-batch it is.
-
-    Attributes:
-        calls: per decoder layer, (hidden states' bytes, map [R, E], weights [R, E], whether it was a recompute).
-    """
+    """What the dispatchers of a model were given, seen where the dispatchers are called."""
 
     def __init__(self, chunks):
         self.layers = moe_layers(chunks)
+        # (hidden states' bytes, map [R, E], weights [R, E], whether it was a recompute), which has the same bytes
         self.calls = {layer: [] for layer in self.layers}
 
     @contextlib.contextmanager

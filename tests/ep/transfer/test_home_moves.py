@@ -1,6 +1,4 @@
-"""Training with moving homes equals training with fixed ones, bit for bit, optimizer state included."""
-
-from itertools import pairwise
+"""Moves of stacked experts that are refused on all ranks alike. `tests/ep/test_homes.py` has what moves."""
 
 import numpy as np
 import pytest
@@ -8,21 +6,9 @@ import torch
 
 from foreroute.ep.transfer.home_moves import MovingRanks, agree_on_homes, inspect_stacked, move_layers
 from foreroute.ep.transfer.segments import shard_moves
-from tests.ep.transfer.toy import SHAPES, consensus, peers, shard
-from tests.tiers import grid
+from tests.ep.transfer.toy import consensus, peers, shard
 
 EXPERTS, LAYERS = 8, 2
-OPTIMIZERS = {
-    "adamw": lambda p: torch.optim.AdamW(p, lr=0.1, amsgrad=True),
-    "adam, one by one": lambda p: torch.optim.Adam(p, lr=0.1, foreach=False),
-    "sgd": lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9),
-    "plain sgd": lambda p: torch.optim.SGD(p, lr=0.1),
-}
-
-
-def homes_of_steps(seed, ranks, steps):
-    rng, home_LE = np.random.default_rng(seed), np.tile(np.arange(EXPERTS) % ranks, (LAYERS, 1))
-    return [rng.permuted(home_LE, axis=1) for _ in range(steps)]
 
 
 def move(before_LE, given_LE, homes, optimizer):
@@ -37,81 +23,21 @@ def move(before_LE, given_LE, homes, optimizer):
     )
 
 
-def loss_of(home_E, layer, home, rank, step):
-    """Different for every expert and step."""
-    total = torch.zeros(())
-    for i, expert in enumerate(np.flatnonzero(home_E == rank).tolist()):
-        generator = torch.Generator().manual_seed(10_000 * step + 100 * layer + expert)
-        for name in sorted(SHAPES):
-            total = total + (home[name][i] * torch.randn(SHAPES[name], generator=generator)).square().sum()
-    return total
-
-
-def train(rank, homes_S, optimizer, keeps_state=True):
-    """Name, layer and expert -> parameters after as many steps as there are homes."""
-    layers = [shard(homes_S[0][layer], rank, layer) for layer in range(LAYERS)]
-    homes = [{name: torch.nn.Parameter(tensor) for name, tensor in home.items()} for home in layers]
-    optimize = OPTIMIZERS[optimizer]([p for home in homes for p in home.values()])
-    received = 0
-    for step, home_LE in enumerate(homes_S):
-        if step:
-            received += move(homes_S[step - 1], home_LE, homes, optimize if keeps_state else None)
-        sum(loss_of(home_LE[layer], layer, homes[layer], rank, step) for layer in range(LAYERS)).backward()
-        optimize.step()
-        optimize.zero_grad()
-    last_LE = homes_S[-1]
-    return received, {
-        (name, layer, expert): homes[layer][name][i].detach().clone()
-        for layer in range(LAYERS)
-        for i, expert in enumerate(np.flatnonzero(last_LE[layer] == rank).tolist())
-        for name in SHAPES
-    }
-
-
-def gathered(outcomes):
-    return {key: tensor for _, part in outcomes for key, tensor in part.items()}
-
-
-def equal(one, other):
-    assert one.keys() == other.keys()
-    return all(torch.equal(one[key], other[key]) for key in one)
-
-
-@grid("ranks", [2, 4], quick=1, day=1)
-@pytest.mark.parametrize("optimizer", OPTIMIZERS)
-def test_training_with_moves_equals_training_without(workers, ranks, optimizer):
-    moving = homes_of_steps(ranks, ranks, 4)
-    outcomes = workers(ranks).run(train, moving, optimizer)
-    fixed = workers(ranks).run(train, [moving[0]] * 4, optimizer)
-    assert equal(gathered(outcomes), gathered(fixed))
-    assert sum(received for received, _ in fixed) == 0
-    changed = sum((before != after).sum() for before, after in pairwise(moving))
-    tensors = {"adamw": 4, "adam, one by one": 3, "sgd": 2, "plain sgd": 1}[optimizer]
-    row_bytes = 8 * sum(np.prod(shape) for shape in SHAPES.values())
-    assert sum(received for received, _ in outcomes) == changed * row_bytes * tensors
-
-
-@pytest.mark.slow
-def test_the_comparison_sees_optimizer_state_that_stayed_behind(workers):
-    moving = homes_of_steps(2, 2, 4)
-    outcomes = workers(2).run(train, moving, "adamw", False)
-    assert not equal(gathered(outcomes), gathered(workers(2).run(train, [moving[0]] * 4, "adamw")))
-
-
 def refuse(rank, what):
-    before_LE, after_LE = homes_of_steps(0, 2, 2)
-    homes = [{n: torch.nn.Parameter(t) for n, t in shard(before_LE[layer], rank, layer).items()} for layer in range(2)]
+    before_LE = np.tile(np.arange(EXPERTS) % 2, (LAYERS, 1))
+    after_LE = [[0, 1], [0]] if what == "rows of other lengths" and rank else before_LE[:, ::-1]
+    homes = [
+        {n: torch.nn.Parameter(t) for n, t in shard(before_LE[layer], rank, layer).items()} for layer in range(LAYERS)
+    ]
     parameters = [p for home in homes for p in home.values()]
     optimizer = torch.optim.Adam(parameters if what != "strangers" else [torch.nn.Parameter(torch.zeros(2))])
-    if what in ("gradient", "state on one rank") and (rank or what == "gradient"):
-        loss_of(before_LE[0], 0, homes[0], rank, 0).backward()
+    if what == "gradient" or (what == "state on one rank" and rank):
+        sum(p.square().sum() for p in homes[0].values()).backward()
     if what == "state on one rank":
         optimizer.step()
         optimizer.zero_grad()
     if what == "odd state" and rank:
         optimizer.state[parameters[0]]["scales"] = torch.zeros(17)
-    if what == "rows of other lengths" and rank:
-        after_LE = [[0, 1], [0]]
     kept = [p.detach().clone() for p in parameters]
     try:
         move(before_LE, after_LE, homes, optimizer)

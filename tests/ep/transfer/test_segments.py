@@ -3,19 +3,17 @@
 import itertools
 
 import numpy as np
+import pytest
 
 from foreroute.ep.transfer.segments import Extent, LayerExtents, require_complete, segments_for, shard_moves
 
 TENSORS = {"weight": 12, "weight, exp_avg": 12, "bias": 5}
 
 
-def test_every_part_arrives_once():
-    for seed in range(60):
-        check_every_part_arrives_once(np.random.default_rng(seed))
-
-
-def check_every_part_arrives_once(rng):
+@pytest.mark.parametrize("seed", range(60))
+def test_every_part_arrives_once(seed):
     """Any number of ranks of both kinds, state cut anywhere and elsewhere in every row, weights whole everywhere."""
+    rng = np.random.default_rng(seed)
     ep, edp, per_rank = (int(rng.integers(1, n)) for n in (5, 4, 5))
     number_GD = rng.permutation(ep * edp).reshape(ep, edp)
     before_E, after_E = (rng.permutation(np.repeat(np.arange(ep), per_rank)) for _ in range(2))

@@ -8,23 +8,18 @@ import torch
 from foreroute.ep.transfer.cells import Cell
 from foreroute.ep.transfer.engine import TransferOptions
 from tests.ep.transfer.plans import random_plan
-from tests.ep.transfer.toy import DTYPE, begin, fetched, hosted, make_engine, weight
+from tests.ep.transfer.toy import DTYPE, begin, fetched, make_engine
 
 
-def kept_for_backward(rank, plan, options, protects=True):
-    """Autograd keeps the slots of every cell as they are handed out: the largest difference of what it has of them."""
-    engine, uses, loss = make_engine(plan, rank, options), [], torch.zeros((), dtype=DTYPE)
-    with contextlib.closing(engine), pytest.MonkeyPatch.context() as patch:
-        if not protects:
-            patch.setattr(torch.autograd.graph, "increment_version", lambda tensor: None)
+def kept_for_backward(rank, plan, options):
+    """Autograd keeps the slots of every cell as they are handed out."""
+    engine, loss = make_engine(plan, rank, options), torch.zeros((), dtype=DTYPE)
+    with contextlib.closing(engine):
         begin(engine, 0, plan)
         for layer in range(plan.shape[1]):
             slots = fetched(engine, Cell(0, 0, layer))["down_proj"]
-            factor = torch.ones_like(slots, requires_grad=True)
-            uses.append((factor, [weight("down_proj", layer, e) for e in hosted(plan.cell(0, layer), rank)]))
-            loss = loss + (factor * slots).sum()
+            loss = loss + (torch.ones_like(slots, requires_grad=True) * slots).sum()
         loss.backward()
-    return max(float((factor.grad - torch.stack(wanted)).abs().max()) for factor, wanted in uses)
 
 
 def full_plan(sharing="shared"):
@@ -39,9 +34,3 @@ def test_a_slot_refilled_before_its_backward_is_refused(workers, paths):
     outcomes = workers(2).outcomes(kept_for_backward, full_plan(), TransferOptions(prefetch=0, paths=paths))
     assert {outcome.kind for outcome in outcomes} == {"RuntimeError"}
     assert all("modified by an inplace operation" in outcome.message for outcome in outcomes)
-
-
-@pytest.mark.slow
-def test_without_version_counters_it_would_be_silently_wrong(workers):
-    options = TransferOptions(prefetch=0, paths="direct")
-    assert min(workers(2).run(kept_for_backward, full_plan(), options, False)) > 1e-2

@@ -17,12 +17,11 @@ DTYPE = torch.float64
 SHAPES = {"down_proj": (3, 4), "gate_up_proj": (4, 3), "gate_up_proj_bias": (4,)}
 
 
-def walk(engine, plan, rank, *, step=0, updating=True, checkpointed=False, factor=1, dtype=DTYPE, wrong=None):
+def walk(engine, plan, rank, *, step=0, updating=True, checkpointed=False, factor=1, dtype=DTYPE):
     """One pass over a step, in which cells that no replica serves are not asked for, as a model does not.
 
     Replicas have the bits of their homes. Each rank returns `factor * (rank + 1)` times what it was sent, and a home
-    gets the sum of that for a factor of 1, bit for bit, in a type that is wide enough for sums. What differs raises, or
-    is noted in `wrong`, so that no other rank waits for this one.
+    gets the sum of that for a factor of 1, bit for bit, in a type that is wide enough for sums.
     """
     begin(engine, step, plan, updating=updating)
     visits = Counter()
@@ -34,20 +33,14 @@ def walk(engine, plan, rank, *, step=0, updating=True, checkpointed=False, facto
         for name, shape in SHAPES.items():
             wanted = [weight(name, layer, expert, dtype) for expert in hosted(plan_cell, rank)]
             assert replicas[name].shape == (len(wanted), *shape)
-            _require(all(map(torch.equal, replicas[name], wanted)), f"{name} of {cell}", wrong)
+            assert all(map(torch.equal, replicas[name], wanted)), f"{name} of {cell}"
         visits[cell] += 1
         if visits[cell] == 2 + checkpointed:
             sent = {name: factor * (rank + 1) * replicas[name] for name in SHAPES}
-            _require_sums(engine.return_grads(cell, sent).wait(), plan_cell, layer, rank, dtype, wrong)
+            _require_sums(engine.return_grads(cell, sent).wait(), plan_cell, layer, rank, dtype)
 
 
-def _require(is_right, what, wrong):
-    assert is_right or wrong is not None, what
-    if not is_right:
-        wrong.append(what)
-
-
-def _require_sums(returned, plan_cell, layer, rank, dtype, wrong):
+def _require_sums(returned, plan_cell, layer, rank, dtype):
     wide = torch.promote_types(dtype, torch.float32)
     mine = np.flatnonzero(plan_cell.home_E == rank).tolist()
     for name, shape in SHAPES.items():
@@ -57,7 +50,7 @@ def _require_sums(returned, plan_cell, layer, rank, dtype, wrong):
             for other in sorted(plan_cell.rank_R[plan_cell.expert_R == mine[row]].tolist()):
                 total += ((other + 1) * weight(name, layer, mine[row], dtype)).to(wide)
             assert found.dtype == wide
-            _require(torch.equal(found, total), f"{name} of row {row}", wrong)
+            assert torch.equal(found, total), f"{name} of row {row}"
 
 
 def peers(timeout_s=20.0, kind=PeerGroup):
@@ -104,13 +97,13 @@ def fetched(engine, cell):
 def begin(weights, step, plan, *, updating=True):
     """Activate a plan of which nothing but its weights is executed."""
     rank = min(weights._peers.rank, plan.topology.num_ranks - 1)  # a plan for other ranks is refused later
-    schedule = ExecutionSchedule(plan, no_tokens(plan), rank, paths=weights.paths)
+    schedule = ExecutionSchedule(plan, no_tokens(plan), rank, paths=weights.options.paths)
     weights.begin_step(step, plan, schedule)
-    weights.expect_backward(updating)
+    weights.expects_backward = updating
 
 
-def make_engine(plan, rank, options=None, *, kind=PeerGroup, homes=None):
+def make_engine(plan, rank, options=None, *, homes=None):
     """An engine of these shards, or of trainable ones."""
     homes = shards(plan, rank) if homes is None else homes
     options = options or TransferOptions(paths="host")
-    return TransferEngine(dict(enumerate(homes)), options, peers(kind=kind), consensus())
+    return TransferEngine(dict(enumerate(homes)), options, peers(), consensus())

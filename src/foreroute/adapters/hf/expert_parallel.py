@@ -149,17 +149,17 @@ class ForerouteEP(AutoEP):
     def _execute(self, work: CellWork, hidden_ND: Tensor, ids_NK: Tensor, weights_NK: Tensor) -> Tensor:
         """Dispatch rows to their experts, compute, and combine, [N, D]."""
         # Rows are in the order of "all_to_all", and summed in it: without replicas the bits are its own. So this is no
-        # `Dispatch` of `foreroute.ep`, with which gate weights travel: decision 0014.
+        # `MoveRows` of `foreroute.ep`, with which gate weights travel: decision 0014.
         ids_A, top_k = ids_NK.reshape(-1), ids_NK.shape[1]
         rows = work.begin(ids_A.new_zeros(self.num_experts).index_add_(0, ids_A, torch.ones_like(ids_A)))
         (home, terms), replicas = self._home(), None
-        if work.has_replicas:
+        if work.num_replicas is not None:
             replicas = StackedReplicas(work.cell, work.cells.engine, home, terms)
             home = dict(zip(home, replicas.register(), strict=True))
 
         # the assignment of each row that is sent; sorted as "all_to_all" sorts, since in another order bits may differ
         sent_A = ids_A.argsort().index_select(0, rows.send_permutation)
-        group, what = self.ep_mesh.get_group(), f"rows of {work.name}"
+        group, what = self.ep_mesh.get_group(), f"rows of {work.cell}"
         arrived = ExchangeRows.apply(hidden_ND[sent_A // top_k], rows.send_G, rows.receive_G, group, what)
 
         if replicas is not None:

@@ -95,7 +95,7 @@ def measure_memory(
             pairs = zip(logs[name], bytes_MI, strict=True)
             logs[name] = [np.minimum(*pair) if len(pair[0]) == len(pair[1]) else pair[0] for pair in pairs]
     expert_bytes = sum(each[0].nbytes for each in spread.load()[0].values())
-    return StepMemory(expert_bytes, spread.prefetch, sections)
+    return StepMemory(expert_bytes, spread.transfers.prefetch, sections)
 
 
 def _run(

@@ -17,11 +17,11 @@ from foreroute.adapters.megatron.discover import (
 )
 from foreroute.adapters.megatron.forward_args import Share
 from foreroute.adapters.megatron.hooks import ChunkHooks, TopKRouterHook, require_idle
-from foreroute.adapters.megatron.recording import gather_objects
 from foreroute.adapters.megatron.routed_megatron import RoutedMegatron
 from foreroute.core.attaching import require_attachable
 from foreroute.core.passes import Rows
 from foreroute.core.untouched import untouched
+from foreroute.ep.transfer.peers import gather_objects
 from foreroute.errors import AttachError, ForerouteError, ReplayError
 from foreroute.trace import RoutedLayer, RoutingSpec
 
@@ -59,7 +59,7 @@ def attach(model: nn.Module | Sequence[nn.Module]) -> RoutedMegatron:
     except ForerouteError as error:
         problem, here = error, str(error)
     # a stage that gave up silently would leave the others waiting for it
-    stages = gather_objects(here, trunks[0].pg_collection.pp)
+    stages = gather_objects(here, trunks[0].pg_collection.pp, "attaching")
     if problem is not None:
         raise problem
     for rank, stage in enumerate(stages):

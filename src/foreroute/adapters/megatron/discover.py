@@ -3,8 +3,6 @@
 A router belongs to the model when it sits in the decoder of the module that is called. Routers of multi-token
 prediction, of a second decoder that was built and never called, or of another model are somewhere else, whatever
 number they carry and whenever they were made.
-
-Configurations under which replay would be bypassed, or would not be what is executed, are refused.
 """
 
 from __future__ import annotations

@@ -6,7 +6,7 @@ What is not known is refused: a tensor that stays behind would go on as another 
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from megatron.core.optimizer import ChainedOptimizer, MegatronOptimizer
@@ -36,7 +36,7 @@ def inspect_experts(sites: Sequence[ChunkRouter], optimizer: Any) -> list[Moving
     state: OptimizerState = {} if optimizer is None else optimizer_state(optimizer)
     moving = []
     for site in sites:
-        experts = local_expert_parameters(site)
+        experts = movable_parameters(site)
         parameters = [(name, p) for expert in experts for name, p in expert.items()]
         if optimizer is not None and (left := {name for name, p in parameters if p.requires_grad and p not in state}):
             raise TransferError(
@@ -48,53 +48,60 @@ def inspect_experts(sites: Sequence[ChunkRouter], optimizer: Any) -> list[Moving
     return moving
 
 
-def local_expert_parameters(site: ChunkRouter) -> list[dict[str, nn.Parameter]]:
-    """Find the parameters of each local expert of a layer, by name, or raise `TransferError` if they cannot move."""
-    block, experts = site.block, site.block.experts
-    _require_known(site, block, experts)
-    found: list[dict[str, nn.Parameter]] = [{} for _ in range(block.num_local_experts)]
-    parameters = dict(experts.named_parameters())
-    matches = {
-        name: PARAMETERS[type(experts)].fullmatch(name) for name in [*parameters, *dict(experts.named_buffers())]
-    }
-    for name, match in matches.items():
-        if match is None or name not in parameters or int(match["number"]) >= len(found):
+def parameters_of_experts(experts: Any) -> list[dict[str, nn.Parameter]]:
+    """Find the parameters of each local expert by name, whole, or raise `TransferError` where they are not known."""
+    known = " or ".join(each.__name__ for each in PARAMETERS)
+    if type(experts) not in PARAMETERS:
+        raise TransferError(f"its experts are a {type(experts).__name__}; build the layer with {known}")
+    found: list[dict[str, nn.Parameter]] = [{} for _ in range(experts.num_local_experts)]
+    for name, parameter in experts.named_parameters():
+        match = PARAMETERS[type(experts)].fullmatch(name)
+        if match is None or int(match["number"]) >= len(found):
             raise TransferError(
-                f"the experts of {site.path} have {name}, of which it is not known whose it is; homes of "
-                f"{' and '.join(each.__name__ for each in PARAMETERS)} can be moved, with parameters of one expert each"
+                f"its experts have {name}, of which it is not known whose it is; use {known} with parameters of one "
+                "expert each: moe_single_grouped_weight=False, and no adapters"
             )
-        parameter = parameters[name]
-        if isinstance(parameter, DTensor) or not parameter.is_contiguous():
+        if isinstance(parameter, DTensor) or hasattr(parameter, "__fsdp_param__") or not parameter.is_contiguous():
             raise TransferError(
-                f"{name} of {site.path} is sharded, or not contiguous; move homes of models that FSDP does not shard"
-            )
-        if _has_gradient(parameter):
-            raise TransferError(
-                f"{name} of {site.path} has a gradient; move homes between two steps, after zero_grad() of the "
-                "optimizer and zero_grad_buffer() of DistributedDataParallel"
+                f"{name} of its experts is sharded by FSDP, or not contiguous, so no rank has a whole expert to send; "
+                "wrap it in DDP"
             )
         found[int(match["number"])][match["name"]] = parameter
+    if any(each.keys() != found[0].keys() for each in found):
+        raise TransferError("its experts have different parameters; build the layer with experts that are alike")
     return found
 
 
-def _require_known(site: ChunkRouter, block: Any, experts: Any) -> None:
-    if type(experts) not in PARAMETERS:
+def movable_parameters(site: ChunkRouter) -> list[dict[str, nn.Parameter]]:
+    """Find the parameters of each local expert of a layer by name, or raise `TransferError` if they cannot move."""
+    block, what = site.block, f"the layer of {site.path}"
+    if objection := objection_to_class(block, ("forward", "preprocess")):
+        raise TransferError(f"{what}: {objection}")
+    if buffers := [name for name, _ in block.experts.named_buffers()]:
+        raise TransferError(f"{what}: experts have a buffer, {buffers[0]}, which would stay behind; move none")
+    if block.config.fp8 or getattr(block.config, "fp4", None):
         raise TransferError(
-            f"the experts of {site.path} are a {type(experts).__name__}; homes of "
-            f"{' and '.join(each.__name__ for each in PARAMETERS)} can be moved"
+            f"{what}: experts run in fp8 or fp4, whose scaling factors belong to parameters and would stay behind; "
+            "train in bf16 to move homes"
         )
-    for name in ("forward", "preprocess"):
+    try:
+        found = parameters_of_experts(block.experts)
+    except TransferError as error:
+        raise TransferError(f"{what}: {error}") from error
+    if having := [name for expert in found for name, parameter in expert.items() if _has_gradient(parameter)]:
+        raise TransferError(
+            f"{what}: {having[0]} has a gradient; move homes between two steps, after zero_grad() of the optimizer and "
+            "zero_grad_buffer() of DistributedDataParallel"
+        )
+    return found
+
+
+def objection_to_class(block: Any, methods: Iterable[str]) -> str | None:
+    """Say that a layer has one of these methods of MoELayer as its own; None where it has not."""
+    for name in methods:
         if getattr(type(block), name, None) is not getattr(MoELayer, name):
-            raise TransferError(
-                f"the layer of {site.path} ({type(block).__name__}) has a {name} of its own, so it is not known where "
-                "it dispatches; homes of MoELayer can be moved"
-            )
-    config = block.config
-    if config.fp8 or getattr(config, "fp4", None):
-        raise TransferError(
-            f"the experts of {site.path} run in fp8 or fp4, whose scaling factors belong to parameters and would stay "
-            "behind; train in bf16 to move homes"
-        )
+            return f"it is a {type(block).__name__} with a {name} of its own, so it is not known where it dispatches"
+    return None
 
 
 def _has_gradient(parameter: nn.Parameter) -> bool:
@@ -106,9 +113,7 @@ def _has_gradient(parameter: nn.Parameter) -> bool:
 class ParameterState(NamedTuple):
     """What an optimizer keeps for one parameter on this rank."""
 
-    tensors: dict[str, Tensor]  # flattened, by name
-    start: int = 0  # the element of the flattened parameter that they begin at
-    whole: int | None = None  # elements of the parameter; None where the tensors have all of them
+    tensors: dict[str, HeldTensor]  # by name
     counts: tuple[tuple[str, float], ...] = ()  # state without dimensions, such as the number of steps
 
 
@@ -140,13 +145,13 @@ def held_tensors(
     for name, parameter in expert.items():
         held[name] = HeldTensor.of(parameter.detach().view(-1))
         kept = state.get(parameter, ParameterState({}))
-        for key, tensor in kept.tensors.items():
-            if tensor.device != parameter.device:
+        for key, each in kept.tensors.items():
+            if each.tensor.device != parameter.device:
                 raise TransferError(
-                    f"{key} of {name} is on {tensor.device} and the parameter on {parameter.device}; bring what was "
-                    "offloaded back before homes are moved"
+                    f"{key} of {name} is on {each.tensor.device} and the parameter on {parameter.device}; bring what "
+                    "was offloaded back before homes are moved"
                 )
-            held[f"{name}, {key}"] = HeldTensor.of(tensor, kept.start, kept.whole)
+            held[f"{name}, {key}"] = each
     return held
 
 
@@ -223,12 +228,12 @@ def _state_of(
     kept: dict[str, Any], main: Mapping[str, Tensor] | None = None, start: int = 0, whole: int | None = None
 ) -> ParameterState:
     """Tell tensors with dimensions, flattened, from the rest of what is kept, which must be numbers."""
-    tensors, counts = dict(main or {}), []
+    tensors, counts = {name: HeldTensor.of(tensor, start, whole) for name, tensor in (main or {}).items()}, []
     for name, value in kept.items():
         if isinstance(value, Tensor) and value.dim():
             if not value.is_contiguous():
                 raise TransferError(f"{name} in the state of the optimizer is not contiguous, so it cannot be moved")
-            tensors[name] = value.detach().view(-1)
+            tensors[name] = HeldTensor.of(value.detach().view(-1), start, whole)
         elif value is not None:  # such as the momentum of SGD without momentum
             counts.append((name, float(value)))
-    return ParameterState(tensors, start, whole, tuple(sorted(counts)))
+    return ParameterState(tensors, tuple(sorted(counts)))

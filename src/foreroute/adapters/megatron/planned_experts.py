@@ -15,8 +15,7 @@ from torch import nn
 
 from foreroute.adapters.megatron.expert_parameters import chained, inspect_experts
 from foreroute.adapters.megatron.flex_kernels import is_flex, places_of_rank
-from foreroute.adapters.megatron.home_checkpoints import OptimizerCheckpoint
-from foreroute.adapters.megatron.home_placement import permutation_of, set_home
+from foreroute.adapters.megatron.home_placement import OptimizerCheckpoint, moved_experts, set_home
 from foreroute.adapters.megatron.hooks import ChunkHooks
 from foreroute.adapters.megatron.planned_layer import PlannedLayer, objection_to_layer
 from foreroute.adapters.megatron.separate_replicas import RunReplicas, home_parameters, replica_runner
@@ -47,7 +46,7 @@ class PlannedExperts(ExpertParallelModel):
         block_E = block_homes(spec.num_experts, ep_size).astype(np.int16)
         ep_group: Any = self._sites[0][1].block.ep_group if self._sites else self._groups.ep
         of_chunks = [[spec.layers.index(layer) for layer in chunk.layers] for chunk in chunks]
-        super().__init__(ep_group, _fixed(np.tile(block_E, (spec.num_layers, 1))), of_chunks)
+        super().__init__(ep_group, np.tile(block_E, (spec.num_layers, 1)), of_chunks)
         # alike in all layers, of which a stage may have none
         self._flex = [site.block.token_dispatcher for _, site, _ in self._sites if is_flex(site.block.token_dispatcher)]
         if self._flex:
@@ -122,8 +121,7 @@ class PlannedExperts(ExpertParallelModel):
             everyone = self.groups.everyone
             self._of_job = everyone if everyone.size == dist.get_world_size() else RankConsensus()
         num_ranks = self.groups.consensus.size
-        agreed_LE = agree_on_homes(self._of_job, self.home_LE, home_LE, num_ranks, self._objection_to_moves())
-        after_LE = _fixed(agreed_LE.copy())
+        after_LE = agree_on_homes(self._of_job, self.home_LE, home_LE, num_ranks, self._objection_to_moves())
         moved = [(row, site) for row, site, _ in self._sites if (self.home_LE[row] != after_LE[row]).any()]
         if moved and self._moving_ranks is None:
             self._moving_ranks = self._make_moving_ranks()
@@ -146,8 +144,8 @@ class PlannedExperts(ExpertParallelModel):
         if self._sites and not hasattr(self._groups, "expt_dp"):
             return "the model's pg_collection lacks expt_dp, the ranks that hold the same experts; build it with that"
         for row, site, _ in self._sites:
-            permutation = permutation_of(site)
-            there_E = self.block_home_LE[row] if permutation is None else permutation.home_E
+            moved = moved_experts(site)
+            there_E = self.block_home_LE[row] if moved is None else moved.home_E
             if not np.array_equal(there_E, self.home_LE[row]):
                 return "this model was attached twice and its homes moved by the other; attach it once"
         return None
@@ -163,11 +161,6 @@ class PlannedExperts(ExpertParallelModel):
 
     def _away_LE(self) -> NDArray[np.int16] | None:
         return None if np.array_equal(self.home_LE, self.block_home_LE) else self.home_LE
-
-
-def _fixed(home_LE: NDArray[np.int16]) -> NDArray[np.int16]:
-    home_LE.setflags(write=False)
-    return home_LE
 
 
 _executed: WeakSet[nn.Module] = WeakSet()

@@ -10,7 +10,6 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
-from megatron.core.transformer.moe.moe_layer import MoELayer
 from megatron.core.transformer.moe.token_dispatcher import (
     MoEAllGatherTokenDispatcher,
     MoEAlltoAllTokenDispatcher,
@@ -19,6 +18,7 @@ from megatron.core.transformer.moe.token_dispatcher import (
 from torch import Tensor, nn
 
 from foreroute.adapters.megatron.discover import ChunkRouter, objection_to_output, objection_to_settings
+from foreroute.adapters.megatron.expert_parameters import objection_to_class
 from foreroute.adapters.megatron.flex_kernels import (
     FlexHandle,
     is_flex,
@@ -80,7 +80,7 @@ class PlannedLayer:
             work.cell,
             work.cells.engine,
             self._home,
-            num_replicas=work.num_replicas_here if work.has_replicas else None,
+            num_replicas=work.num_replicas,
             fuses_gradients=self._fuses_gradients,
         )
         if replicas.on_any_rank:
@@ -93,7 +93,7 @@ class PlannedLayer:
         ids_NK = (routing_map * self._descending_E).topk(top_k, dim=1).indices
         rows, dispatcher = work.begin(routing_map.sum(0)), self._block.token_dispatcher
         self._handle: DispatchHandle | FlexHandle = (
-            DispatchHandle(self._group, work.name, rows, ids_NK)
+            DispatchHandle(self._group, work.cell, rows, ids_NK)
             if rows.places is None
             else kernel_handle(dispatcher, rows, ids_NK)
         )
@@ -161,8 +161,8 @@ class PlannedLayer:
 def objection_to_layer(site: ChunkRouter) -> str | None:
     """Why a plan cannot be executed in a layer, or None."""
     block, dispatcher = site.block, site.block.token_dispatcher
-    if any(getattr(type(block), name, None) is not getattr(MoELayer, name) for name in ("forward", *STEPS)):
-        return f"it is a {type(block).__name__} with a forward of its own, so it is not known where it dispatches"
+    if objection := objection_to_class(block, ("forward", *STEPS)):
+        return objection
     if type(dispatcher) not in DISPATCHERS:
         return (
             f"its dispatcher is a {type(dispatcher).__name__}, which sends rows in a way of its own; set "
@@ -177,4 +177,4 @@ def objection_to_layer(site: ChunkRouter) -> str | None:
         return objection
     if setting := objection_to_settings(block.config, REFUSED_SETTINGS):
         return f"{setting}; train without it to execute plans"
-    return objection_to_experts(site)
+    return objection_to_experts(block.experts)

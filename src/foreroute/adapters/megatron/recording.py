@@ -16,6 +16,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from foreroute.adapters.megatron.forward_args import Call, Share
+from foreroute.ep.transfer.peers import gather_objects
 from foreroute.errors import ReplayError
 from foreroute.layout import Layout, collect
 from foreroute.replay import ForwardRows, RecordedPass
@@ -34,7 +35,8 @@ def rows_over_ranks(
     calls: list[Call] = [of_chunks[0].args for of_chunks in micro_batches]
     here = [layer for layers in chunk_layers for layer in layers]
     asks_values = any(each.values_LR is not None for of_chunk in passes for each in of_chunk)
-    stages = gather_objects((here, asks_values, [call.input_ids is not None for call in calls]), groups.pp)
+    has_tokens = [call.input_ids is not None for call in calls]
+    stages = gather_objects((here, asks_values, has_tokens), groups.pp, "recording")
     # every stage sends as many layers as the one with most, of which its own come first
     most = max(len(layers) for layers, *_ in stages)
     at = {layer: i * most + j for i, (layers, *_) in enumerate(stages) for j, layer in enumerate(layers)}
@@ -54,13 +56,12 @@ def rows_over_ranks(
 
     recorded = []
     for number, (call, of_chunks) in enumerate(zip(calls, micro_batches, strict=True)):
-        with_tokens = [stage for stage, (_, _, has_tokens) in enumerate(stages) if has_tokens[number]]
+        with_tokens = [stage for stage, (_, _, has) in enumerate(stages) if has[number]]
         if not with_tokens:
             raise ReplayError("no pipeline stage was given the tokens of a micro-batch, so that no trace can be made")
         lengths_S, layout, width = call.sequences()
-        # torch sends no uint16
-        ids = [None if each.ids_LRK is None else _as_signed(each.ids_LRK) for each in of_chunks]
-        narrow = torch.uint8 if spec.id_dtype.itemsize == 1 else torch.int16
+        narrow = torch.uint8 if spec.id_dtype.itemsize == 1 else torch.int16  # torch sends no uint16
+        ids = [None if each.ids_LRK is None else each.ids_LRK.view(narrow) for each in of_chunks]
         nothing = torch.zeros(call.num_router_rows, spec.top_k, dtype=narrow, device=call.device)
         ids_NLK, values_NL = collect_rows(ids, nothing, layout).view(spec.id_dtype), None
         if any(asked for _, asked, _ in stages):
@@ -75,15 +76,6 @@ def rows_over_ranks(
     return recorded
 
 
-def gather_objects(value: Any, group: Any) -> list[Any]:
-    """Gather a small value of each rank of a group, in its order; that of this one where ranks hold the same."""
-    if group is None or group.size() == 1:
-        return [value]
-    values: list[Any] = [None] * group.size()
-    torch.distributed.all_gather_object(values, value, group=group)
-    return values
-
-
 def _gather(tensor: Tensor, group: Any) -> Tensor:
     """Gather a tensor of one shape from each rank of a group, [ranks, ...]."""
     if group is None or group.size() == 1:
@@ -91,7 +83,3 @@ def _gather(tensor: Tensor, group: Any) -> Tensor:
     everywhere = tensor.new_empty(group.size() * len(tensor), *tensor.shape[1:])
     torch.distributed.all_gather_into_tensor(everywhere, tensor.contiguous(), group=group)
     return everywhere.view(group.size(), *tensor.shape)
-
-
-def _as_signed(ids_LRK: Tensor) -> Tensor:
-    return ids_LRK.view(torch.int16) if ids_LRK.dtype == torch.uint16 else ids_LRK

@@ -171,31 +171,19 @@ class RouteShard:
 
     def _raise_other_tokens(self, given_C: Tensor, mask_C: Tensor | None) -> None:
         """Raise `BatchMismatchError` for the first token that differs, or that one side alone takes for padding."""
-        tokens_C, wanted_C = to_host(given_C), self.tokens_C
-        is_pad_C = wanted_C < 0
-        other_C = ~is_pad_C & (wanted_C != tokens_C)
-        if other_C.any():
-            row = int(other_C.argmax())
-            raise BatchMismatchError(
-                f"row {row} of this rank (sequence first): token {int(tokens_C[row])} in the batch, "
-                f"{int(wanted_C[row])} in the trace; {int(other_C.sum())} of {len(tokens_C)} differ. Replay the trace "
-                "of this micro-batch, with its sequences in order; where it is padded on the left, give "
-                'layout=pad(trace.lengths, side="left", order="sbhd", to=...)'
-            )
-        if mask_C is not None:
-            padding_C, seen_by = is_pad_C != to_host(mask_C), "by its padding_mask"
-        else:
-            filler = int(tokens_C[self._first_padding or 0])
-            padding_C = is_pad_C & (tokens_C != filler)
-            seen_by = f"as other padding holds token {filler} (if padding is no single token, pass padding_mask)"
-        if padding_C.any():
-            row = int(padding_C.argmax())
-            here, there = ("padding", "a token") if is_pad_C[row] else ("a token", "padding")
-            raise BatchMismatchError(
-                f"row {row} of this rank (sequence first), token {int(tokens_C[row])}, is {here} to the trace and "
-                f"{there} to the batch, {seen_by}; {int(padding_C.sum())} rows are like that. Replay whole sequences, "
-                "of which absent rows are a part"
-            )
+        tokens_C, is_pad_C = to_host(given_C), self.tokens_C < 0
+        # without a mask, padding holds one token, which others may have too
+        seen_C = is_pad_C & (tokens_C == tokens_C[self._first_padding or 0]) if mask_C is None else to_host(mask_C)
+        wrong_C = (seen_C != is_pad_C) | ~is_pad_C & (tokens_C != self.tokens_C)
+        row = int(wrong_C.argmax())
+        batch = "padding" if seen_C[row] else f"token {int(tokens_C[row])}"
+        trace = "padding" if is_pad_C[row] else f"token {int(self.tokens_C[row])}"
+        raise BatchMismatchError(
+            f"row {row} of this rank (sequence first) is {batch} in the batch and {trace} in the trace; "
+            f"{int(wrong_C.sum())} of {len(tokens_C)} rows differ. Replay whole sequences of this micro-batch, in "
+            'order; where it is padded on the left, give layout=pad(trace.lengths, side="left", order="sbhd", to=...); '
+            "where padding is no single token, pass padding_mask"
+        )
 
     @cached_property
     def _first_padding(self) -> int | None:

@@ -119,10 +119,7 @@ class RoutedMegatron(PlannedModel):
             missing: as in `replay`, for traces. The mask of "drop" is `routed.session.loss_mask_BT`, inside the step.
             padding: as in `replay`, for traces.
             counts: as in `replay`.
-            telemetry: as in `replay`; ask the wrapped step for its `agreement()`.
-
-        Returns:
-            The step, to be called like the one that was given.
+            telemetry: as in `replay`; ask the wrapped step, which is returned, for its `agreement()`.
         """
         policy = Policy(missing, padding, counts, telemetry)
         for name, given in (("forward_step", forward_step), ("routes_of", routes_of)):

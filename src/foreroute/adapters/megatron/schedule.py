@@ -10,11 +10,9 @@ from typing import TYPE_CHECKING, Any
 from torch import nn
 
 from foreroute.adapters.megatron.hooks import ChunkHooks
-from foreroute.adapters.megatron.route_shard import RouteShard
 from foreroute.errors import BatchMismatchError, ReplayError
 from foreroute.replay import Policy, ReplaySession, Telemetry
 from foreroute.replay.session import WithTelemetry
-from foreroute.trace import RoutingTrace
 
 if TYPE_CHECKING:
     from foreroute.adapters.megatron.routed_megatron import RoutedMegatron
@@ -67,11 +65,6 @@ class ReplayingStep(WithTelemetry):
         routes = self._routes_of(batch)
         if routes is None:
             return
-        if not isinstance(routes, RoutingTrace | RouteShard):
-            raise BatchMismatchError(
-                f"the routes of a batch are a {type(routes).__name__}; expected a RoutingTrace, "
-                "routed.shard(trace, layout), or None to route natively"
-            )
         found = self._routed.routes_of(routes, None, self._policy)
         session = ReplaySession(found, self._policy, self._routed.checks, self.telemetry)
         stack.enter_context(self._routed.open_replay(session, *session.beside, chunks=[hooks]))

@@ -18,19 +18,17 @@ from typing import Any
 
 import torch
 from megatron.core.tensor_parallel import ColumnParallelLinear, RowParallelLinear
-from megatron.core.transformer.moe.experts import SequentialMLP, TEGroupedMLP
+from megatron.core.transformer.moe.experts import TEGroupedMLP
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 from torch.func import functional_call
 
 from foreroute.adapters.megatron.discover import ChunkRouter
+from foreroute.adapters.megatron.expert_parameters import parameters_of_experts
 from foreroute.ep.replicas import Replicas
 from foreroute.ep.transfer.cells import Cell
 from foreroute.ep.transfer.engine import TransferEngine
 from foreroute.ep.transfer.gradients import wide_dtype
-
-GROUPED_NAMES = ("linear_fc1.weight", "linear_fc2.weight")
-"""Parameters of TEGroupedMLP, each followed by the number of the expert."""
+from foreroute.errors import TransferError
 
 RunReplicas = Callable[[Sequence[Mapping[str, Tensor]], Tensor, Tensor, Sequence[int]], list[Tensor]]
 """`run(weights, rows_ND, probs_N, sizes)`: name -> tensor of each replica, rows and gate weights in order of replica,
@@ -138,12 +136,8 @@ class SeparateReplicas(Replicas):
 
 def home_parameters(site: ChunkRouter) -> dict[str, list[nn.Parameter]]:
     """Collect the parameters of a layer's home experts by name, in ascending order of their ids."""
-    experts = site.block.experts
-    if type(experts) is TEGroupedMLP:
-        numbers = range(experts.num_local_experts)
-        return {name: [experts.get_parameter(f"{name}{number}") for number in numbers] for name in GROUPED_NAMES}
-    names = [name for name, _ in experts.local_experts[0].named_parameters()]
-    return {name: [expert.get_parameter(name) for expert in experts.local_experts] for name in names}
+    found = parameters_of_experts(site.block.experts)
+    return {name: [expert[name] for expert in found] for name in found[0]}
 
 
 def replica_runner(experts: Any) -> RunReplicas:
@@ -188,22 +182,16 @@ def _grouped_beside(experts: Any, num_gemms: int) -> nn.Module:
     return made
 
 
-def objection_to_experts(site: ChunkRouter) -> str | None:
+def objection_to_experts(experts: Any) -> str | None:
     """Why replicas of a layer's experts cannot be computed, or None."""
-    experts = site.block.experts
-    if type(experts) is SequentialMLP:
-        return _objection_to_sequential(experts) or _objection_to_parameters(site)
-    if type(experts) is TEGroupedMLP:
-        return _objection_to_grouped(experts) or _objection_to_parameters(site)
-    if type(experts).__name__ == "GroupedMLP":
-        return (
-            "its experts are a GroupedMLP, which keeps all of a rank in one parameter, so that none of them can be "
-            "sent; set moe_use_legacy_grouped_gemm=False for TEGroupedMLP"
-        )
-    return (
-        f"its experts are a {type(experts).__name__}, whose kernels take the weights of its own parameters alone; "
-        "build the layer with TEGroupedMLP or SequentialMLP"
-    )
+    try:
+        found = parameters_of_experts(experts)
+    except TransferError as error:
+        return str(error)
+    for name, parameter in ((name, each) for expert in found for name, each in expert.items()):
+        if not parameter.requires_grad:
+            return f"{name} of its experts is frozen, and gradients of replicas have no place to go; train all of them"
+    return _objection_to_grouped(experts) if type(experts) is TEGroupedMLP else _objection_to_sequential(experts)
 
 
 def _objection_to_sequential(experts: Any) -> str | None:
@@ -217,12 +205,6 @@ def _objection_to_sequential(experts: Any) -> str | None:
 
 
 def _objection_to_grouped(experts: Any) -> str | None:
-    expected = {f"{name}{number}" for name in GROUPED_NAMES for number in range(experts.num_local_experts)}
-    if strange := {name for name, _ in experts.named_parameters()} ^ expected:
-        return (
-            f"{min(strange)} is no weight of one of its experts, or is missing; set moe_single_grouped_weight=False "
-            "and use no adapters"
-        )
     if getattr(experts, "_with_fused_impl", False):
         return "use_transformer_engine_op_fuser is set: its operations hold parameters and no slots; switch it off"
     if experts.offload_expert_fc1 or experts.offload_moe_act:
@@ -230,18 +212,4 @@ def _objection_to_grouped(experts: Any) -> str | None:
             "offload_modules names expert_fc1 or moe_act, which Megatron counts by layer, and replicas would be one "
             "more; offload other modules"
         )
-    return None
-
-
-def _objection_to_parameters(site: ChunkRouter) -> str | None:
-    for name, parameters in home_parameters(site).items():
-        for parameter in parameters:
-            if isinstance(parameter, DTensor) or hasattr(parameter, "__fsdp_param__"):
-                return (
-                    f"{name} of its experts is sharded by FSDP, so no rank has a whole expert to send; wrap it in DDP"
-                )
-            if not parameter.requires_grad:
-                return (
-                    f"{name} of its experts is frozen, and gradients of replicas have no place to go; train all of them"
-                )
     return None

@@ -49,7 +49,7 @@ class TransferEngine:
         gathers_late: bool = False,  # the weights of a layer are stale until its first cell of a step runs
         versions: Callable[[int], tuple[int, ...]] | None = None,  # of a layer, where their memory does not count
     ) -> None:
-        self._homes, self._options, self._peers, self._consensus = homes, options, peers, consensus
+        self._homes, self.options, self._peers, self._consensus = homes, options, peers, consensus
         self._first, self._gathers_late = first, gathers_late
         self._versions_of = versions or (lambda layer: _versions(homes[layer]))
         self._rows: dict[int, dict[str, Sequence[Tensor]]] = {}  # of each layer's `homes`
@@ -69,16 +69,12 @@ class TransferEngine:
         self._fetch_schedule: ExecutionSchedule | None = None
         self._group_schedule: ExecutionSchedule | None = None
         self._step: int | None = None
-        self._expects_backward = False
+        self.expects_backward = False  # behind the forward passes of the plan, which tells what to prefetch
         # layers whose weights may be sent in the step
         self._ready: set[int] = set()
         self._previous: Cell | None = None
         self._current: Cell | None = None
         self._running: SlotSet | None = None
-
-    @property
-    def paths(self) -> FetchPath:
-        return self._options.paths
 
     def begin_step(
         self,
@@ -104,7 +100,7 @@ class TransferEngine:
             if self._memory is not None:
                 self._memory.forget()
         self._end_transfers()
-        if takes_host_memory(self._options.paths):
+        if takes_host_memory(self.options.paths):
             self._publish(step, plan)
         self._plan, self._fetch_schedule = plan, fetch_schedule
         self._group_schedule = group_schedule or fetch_schedule
@@ -123,10 +119,6 @@ class TransferEngine:
                     "from in earlier executions; after parameters were replaced, call close() of the model on every "
                     "rank, and the next execution begins with the new ones"
                 )
-
-    def expect_backward(self, is_expected: bool) -> None:
-        """Say whether backward passes follow the forward passes of the plan, which tells what to prefetch."""
-        self._expects_backward = is_expected
 
     def end_step(self, *, keeps_weights: bool = False) -> None:
         """Wait for what is under way, and release the slots, unless another plan of the same step keeps the weights."""
@@ -197,7 +189,7 @@ class TransferEngine:
         """Copy what host memory lacks, which all ranks know from the plan."""
         begun, hosts, per_node = time.monotonic(), plan.hosts, plan.topology.ranks_per_node
         if self._memory is None or self._memory.per_node != per_node:
-            self._memory = HostMemory(self._consensus, self._homes, per_node, directory=self._options.shared_memory)
+            self._memory = HostMemory(self._consensus, self._homes, per_node, directory=self.options.shared_memory)
         if self._memory.publish(hosts.home_LE, hosts.sent_LEW(per_node)):
             self._records.append(TransferRecord(Cell(step, 0, 0), "publish", 0, 0, time.monotonic() - begun))
 
@@ -208,8 +200,8 @@ class TransferEngine:
         ahead, previous, current = 0, self._previous, self._current
         # cells without replicas are passed over, at most as many as lie between a layer and itself in the backward pass
         for _ in range(2 * len(self._homes)):
-            guess = next_cell(previous, current, self._homes, self._plan.shape[:2], updating=self._expects_backward)
-            if guess is None or ahead == self._options.prefetch:
+            guess = next_cell(previous, current, self._homes, self._plan.shape[:2], updating=self.expects_backward)
+            if guess is None or ahead == self.options.prefetch:
                 return
             previous, current = current, guess
             if not self._plan.num_replicas_ML[guess.micro_step, guess.layer]:
@@ -267,7 +259,7 @@ class TransferEngine:
         """Return the set of this cell, or the one to be given to it: a new one, or the one used longest ago."""
         assert self._plan is not None, "a cell runs only under a plan"
         ring = self._rings[self._ring_keys[cell.layer]]
-        num_sets = 1 if self._plan.slots == "layer" else 1 + self._options.prefetch
+        num_sets = 1 if self._plan.slots == "layer" else 1 + self.options.prefetch
         found = next((slots for slots in ring if slots.cell == cell), None)
         if found is None and len(ring) < num_sets:
             found = SlotSet(self._homes[cell.layer], self._plan.topology)

@@ -43,8 +43,7 @@ class GradientReturn:
 
     def wait(self) -> dict[str, dict[int, Tensor]]:
         """Wait for what comes home: name -> row of this rank's shard -> the gradient to be added there."""
-        # Rows of experts that have replicas elsewhere alone. Those of an expert are added in ascending order of their
-        # rank, in a wide dtype. All ranks wait for the same ones in the same order.
+        # those of an expert are added in ascending order of their rank; all ranks wait for the same ones in one order
         begun = time.monotonic()
         self._transfer.wait()
         sums = add_neighbours(self._arrived, self._replicas_of_row)

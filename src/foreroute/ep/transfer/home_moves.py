@@ -26,7 +26,7 @@ from foreroute.ep.transfer.peers import Message, PeerGroup, gather_objects
 from foreroute.ep.transfer.segments import (
     Extent,
     LayerExtents,
-    Moves,
+    Move,
     Segment,
     require_complete,
     segments_for,
@@ -62,7 +62,7 @@ def agree_on_homes(
         if objection is not None:
             raise PlanError(objection)
         try:
-            homes_LE = check_homes(given_LE, before_LE.shape[0], before_LE.shape[1], num_ranks)
+            homes_LE = check_homes(given_LE, before_LE.shape[0], before_LE.shape[1], num_ranks).copy()
         except ValueError as error:  # numpy's too, for rows of other lengths
             raise PlanError(str(error)) from error
         vote.same(
@@ -75,7 +75,7 @@ def agree_on_homes(
 def move_layers(
     consensus: RankConsensus,
     ranks: MovingRanks | None,  # None on a rank without a layer that changes
-    moves: Sequence[Moves],  # of each layer of this rank that changes
+    moves: Sequence[Sequence[Move]],  # of each layer of this rank that changes
     inspect: Callable[[], list[MovingLayer]],  # finds what those layers hold, without a change; may raise
 ) -> int:
     """Bring everything to its rank, beside what is there, and then overwrite that. Returns the bytes from other ranks.

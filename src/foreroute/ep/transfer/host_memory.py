@@ -65,13 +65,9 @@ class HostMemory:
         # what all nodes have published of the weights as they are now, and for which of their ranks
         self._published_LEW: NDArray[np.bool_] | None = None
         self._locked: list[Tensor] = []
-        # it holds the memory, so that it is unlocked before it is given back, even without `close`
-        self._unlock = weakref.finalize(self, _page_unlock, self._locked, self._device)
-        self._unlock.atexit = False  # the end of the process unlocks too
-
-    def close(self) -> None:
-        """Make the memory ordinary again, as it must be before it is given back. A second call does nothing."""
-        self._unlock()
+        # makes the memory ordinary again, as it must be before it is given back, even where nobody calls it
+        self.close = weakref.finalize(self, _page_unlock, self._locked, self._device)
+        self.close.atexit = False  # the end of the process unlocks too
 
     def forget(self) -> None:
         """Take all berths for free, since the weights have changed. What this rank copies of them must be over."""

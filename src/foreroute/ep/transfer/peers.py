@@ -132,7 +132,9 @@ def _level_group_counts(group: dist.ProcessGroup | None) -> None:
 
 
 def gather_objects(mine: object, group: Any, what: str) -> list[Any]:
-    """Return what each rank of a group holds, by its number there. A collective call."""
+    """Return what each rank of a group holds, by its number there. A collective call; None is a group of this rank."""
+    if group is None or dist.get_world_size(group) == 1:
+        return [mine]
     found: list[Any] = [None] * dist.get_world_size(group)
     with collective_errors(what, group):
         dist.all_gather_object(found, mine, group=group)

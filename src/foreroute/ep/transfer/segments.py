@@ -5,7 +5,7 @@ for each of them what the optimizer keeps. Expert-data-parallel ranks, if there 
 all weights, and all of the state or, under a distributed optimizer, a part of it that need not be the same for each row
 of the shard. So what moves is a *segment*: a range of elements of one tensor of one expert.
 
-Axis letters: E experts, X experts that move, G expert-parallel ranks, D expert-data-parallel ranks of each.
+Axis letters: E experts, G expert-parallel ranks, D expert-data-parallel ranks of each.
 """
 
 from __future__ import annotations
@@ -18,33 +18,25 @@ import numpy as np
 from numpy.typing import NDArray
 
 from foreroute.errors import TransferError
-from foreroute.plan.schedule import colour_edges
 
 
-class Moves(NamedTuple):
-    """Experts to be copied from rank to rank. All arrays int64 [X]."""
+class Move(NamedTuple):
+    """An expert to be copied from rank to rank, and its rows of their shards."""
 
-    expert_X: NDArray[np.int64]
-    source_X: NDArray[np.int64]
-    source_row_X: NDArray[np.int64]  # of its shard there
-    target_X: NDArray[np.int64]
-    target_row_X: NDArray[np.int64]
-
-    @property
-    def round_X(self) -> NDArray[np.int64]:
-        """int64 [X], from 0: in a round, no rank sends two experts, and none receives two. As few rounds as can be."""
-        return colour_edges(self.source_X, self.target_X)
+    source: int
+    source_row: int
+    target: int
+    target_row: int
 
 
-def shard_moves(before_E: NDArray[np.integer], after_E: NDArray[np.integer]) -> Moves:
+def shard_moves(before_E: NDArray[np.integer], after_E: NDArray[np.integer]) -> list[Move]:
     """List the moves of every expert of a layer whose rank or row changes with its home rank, integers [E].
 
     Every rank is home to as many experts as before.
     """
-    before_row_E, after_row_E = _row_E(before_E), _row_E(after_E)
-    expert_X = np.flatnonzero((before_E != after_E) | (before_row_E != after_row_E))
-    before_X, after_X = before_E[expert_X].astype(np.int64), after_E[expert_X].astype(np.int64)
-    return Moves(expert_X, before_X, before_row_E[expert_X], after_X, after_row_E[expert_X])
+    columns = before_E, _row_E(before_E), after_E, _row_E(after_E)
+    moves = [Move(*each) for each in zip(*(column.tolist() for column in columns), strict=True)]
+    return [move for move in moves if move[:2] != move[2:]]
 
 
 def _row_E(home_E: NDArray[np.integer]) -> NDArray[np.int64]:
@@ -89,39 +81,32 @@ class Segment(NamedTuple):
 
 
 def segments_for(
-    rank: int, moves: Moves, number_GD: NDArray[np.int64], of_ranks: Sequence[LayerExtents]
+    rank: int, moves: Sequence[Move], number_GD: NDArray[np.int64], of_ranks: Sequence[LayerExtents]
 ) -> list[Segment]:
     """List the segments of a layer that a rank sends or receives, in an order that is the same at both ends of each.
 
     `number_GD` has the number of each rank in their group, `of_ranks` what each of the group holds of the layer, as
     `require_complete` wants it. What several ranks hold comes from the one of the receiver's expert-data-parallel rank.
     """
-    found = []
     own_ep_rank = int(np.argwhere(number_GD == rank)[0, 0])
-    for x in np.argsort(moves.round_X, kind="stable").tolist():
-        source, target = int(moves.source_X[x]), int(moves.target_X[x])
-        if own_ep_rank in (source, target):
-            rows = int(moves.source_row_X[x]), int(moves.target_row_X[x])
-            segments = _segments_of_expert(number_GD[source].tolist(), number_GD[target].tolist(), rows, of_ranks)
-            found += [segment for segment in segments if rank in (segment.source, segment.target)]
-    return found
+    here = [move for move in moves if own_ep_rank in (move.source, move.target)]
+    segments = (segment for move in here for segment in _segments_of(move, number_GD.tolist(), of_ranks))
+    return [segment for segment in segments if rank in (segment.source, segment.target)]
 
 
-def _segments_of_expert(
-    sources_D: list[int], targets_D: list[int], rows: tuple[int, int], of_ranks: Sequence[LayerExtents]
-) -> Iterator[Segment]:
-    source_row, target_row = rows
+def _segments_of(move: Move, number_GD: list[list[int]], of_ranks: Sequence[LayerExtents]) -> Iterator[Segment]:
+    sources_D, targets_D = number_GD[move.source], number_GD[move.target]
     for d, target in enumerate(targets_D):
         nearest = [sources_D[d], *sources_D[:d], *sources_D[d + 1 :]]
-        leaving = [(source, of_ranks[source].rows[source_row]) for source in nearest]
-        for name, wanted in sorted(of_ranks[target].rows[target_row].items()):
+        leaving = [(source, of_ranks[source].rows[move.source_row]) for source in nearest]
+        for name, wanted in sorted(of_ranks[target].rows[move.target_row].items()):
             held = [(source, extents[name]) for source, extents in leaving if name in extents]
             # `require_complete` has seen to it that the parts cover every element from `wanted.start` to its end
             at = wanted.start
             while at < wanted.stop:
                 source, extent = next((s, e) for s, e in held if e.start <= at < e.stop)
                 stop = min(extent.stop, wanted.stop)
-                yield Segment(source, source_row, target, target_row, name, at, stop)
+                yield Segment(source, move.source_row, target, move.target_row, name, at, stop)
                 at = stop
 
 
@@ -131,7 +116,8 @@ def require_complete(of_ranks: Sequence[LayerExtents], number_GD: NDArray[np.int
     for ep_rank, numbers_D in enumerate(number_GD.tolist()):
         for row in range(len(of_ranks[0].rows)):
             found = _describe_tensors([of_ranks[number].rows[row] for number in numbers_D])
-            if differing := sorted({name for name, _ in found.items() ^ first.items()}):
+            in_part = {name for name, share in found.items() if share.startswith("a part")}
+            if differing := sorted(in_part | {name for name, _ in found.items() ^ first.items()}):
                 raise TransferError(
                     f"{where}: {differing[0]} is {first.get(differing[0], 'not kept')} for local expert 0 of "
                     f"expert-parallel rank 0 and {found.get(differing[0], 'not kept')} for local expert {row} of "

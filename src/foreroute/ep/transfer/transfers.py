@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import queue
-import threading
 import time
-import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 
 import numpy as np
@@ -16,7 +13,6 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from foreroute.ep.transfer.peers import Message, PeerGroup, collective_errors
-from foreroute.errors import TransferError
 
 
 class Transfer:
@@ -40,8 +36,6 @@ class Transfer:
         # Kept until `wait`: the memory of a copy that is sent must not be reused while the lane's stream reads it.
         self._sends, self._receives, self._copies = list(sends), list(receives), list(copies)
         self._works: list[dist.Work] = []
-        self._over = threading.Event()
-        self._error: Exception | None = None
         self._arrived: torch.cuda.Event | None = None
 
     def post(self) -> Transfer:
@@ -54,35 +48,16 @@ class Transfer:
                 self._complete()
                 self._arrived = torch.cuda.Event()
                 self._arrived.record()
-                self._over.set()
-        if lane is not None and lane.stream is None:
-            lane.submit(self._run)
         return self
 
     def wait(self) -> None:
         """Wait until all has left and arrived; on a GPU the current stream waits, and the host does not."""
-        if self._lane is None:
+        if self._lane is None or self._lane.stream is None:
             self._complete()
-        elif not self._over.wait(self._peers.timeout_s):
-            raise TransferError(
-                f"{self.what}: rank {self._peers.rank} had not got them after {self._peers.timeout_s} s. Look for the "
-                "first error in the logs of all ranks, then resume from the last checkpoint"
-            )
-        if self._error is not None:
-            raise self._error
-        if self._lane is not None and self._lane.stream is not None:
-            assert self._arrived is not None, "it is over"
+        else:
+            assert self._arrived is not None, "it is posted"
             torch.cuda.current_stream(self._lane.stream.device).wait_event(self._arrived)
         self._sends, self._receives, self._copies = [], [], []
-
-    def _run(self) -> None:
-        try:
-            self._complete()
-        # whatever it is, it is for the thread that waits
-        except Exception as error:
-            self._error = error
-        finally:
-            self._over.set()
 
     def _complete(self) -> None:
         with torch.no_grad():
@@ -111,23 +86,10 @@ def row_messages(
 
 
 class TransferLane:
-    """What runs transfers beside the model: on a GPU one stream, elsewhere one thread, started when first needed."""
+    """What runs transfers beside the model: on a GPU a stream. Elsewhere gloo has threads of its own."""
 
-    # gloo completes a receive only inside wait(), so somebody has to wait while the model computes. The thread ends
-    # when the lane is closed, or when nobody holds it any more.
     def __init__(self, device: torch.device) -> None:
         self.stream = torch.cuda.Stream(device) if device.type == "cuda" else None
-        self._jobs: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
-        self._thread: threading.Thread | None = None
-
-    def submit(self, job: Callable[[], None]) -> None:
-        """Let the thread do it, after what it was given before."""
-        self._jobs.put(job)
-        if self._thread is None:
-            # does not keep a process alive whose main thread ended by an error
-            self._thread = threading.Thread(target=_run_jobs, args=(self._jobs,), name="transfers", daemon=True)
-            self._thread.start()
-            weakref.finalize(self, self._jobs.put, None)
 
     @contextmanager
     def entered(self) -> Iterator[None]:
@@ -141,22 +103,11 @@ class TransferLane:
             yield
 
     def close(self, seconds: float) -> bool:
-        """Let the thread end behind its last job, and wait so long for it and for the stream. Whether both are done."""
+        """Wait so long for the stream, and say whether it is done."""
         end = time.monotonic() + seconds
-        if self._thread is not None:
-            self._jobs.put(None)
-            self._thread.join(seconds)
-            return not self._thread.is_alive()
         # a transfer whose peer is gone never ends, and synchronize() would wait for it
         while self.stream is not None and not self.stream.query():
             if time.monotonic() > end:
                 return False
             time.sleep(0.001)
         return True
-
-
-def _run_jobs(jobs: queue.SimpleQueue[Callable[[], None] | None]) -> None:
-    while (job := jobs.get()) is not None:
-        job()
-        # with it goes the memory that it holds
-        del job
