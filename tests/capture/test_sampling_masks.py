@@ -64,20 +64,6 @@ def test_row_p_has_the_set_that_token_p_1_was_drawn_from(form):
         decode(form(R, sets), model=R.spec)
 
 
-def test_a_set_of_all_tokens_left_nothing_out():
-    model = {"model": R.spec, "vocabulary_size": max(R.tokens) + 1}
-    sets = sets_for(R.response)
-    sets = [[min(token, model["vocabulary_size"] - 1) for token in ids] for ids in sets]
-    sets = [list({*ids, token}) for ids, token in zip(sets, R.response, strict=True)]
-    sets[2] = list(range(model["vocabulary_size"]))
-    stream = decode(sglang(R, sets), **model).streams[SAMPLING]
-    assert stream.valid_N[8]
-    assert stream.counts_ND[8, 0] == 0
-    sets[2][0] = 1  # twice now
-    with pytest.raises(CaptureError, match="twice"):
-        decode(sglang(R, sets), **model)
-
-
 def changed(position, value):
     def change(sets):
         return [*sets[:position], value, *sets[position + 1 :]]
