@@ -100,15 +100,3 @@ def test_a_response_without_a_prompt_has_no_row_for_its_first_mask(others):
         CaptureError, match=f"sequence {others} has 12 sampling masks, 12 tokens and 12 of them.*a prompt of one"
     ):
         decode(answers, **MODEL)
-
-
-@pytest.mark.parametrize(
-    "mask",
-    [np.array([3.0]), np.array([[3]]), np.array([True]), np.array(3), np.ma.array([3], mask=[1])],
-    ids=["floats", "two axes", "bools", "no axis", "masked"],
-)
-def test_arrays_that_are_no_sets_are_refused(mask):
-    output = vllm_arrays(R, sets_for(R.response))
-    output.outputs[0].sampling_mask.token_ids[2] = mask
-    with pytest.raises(CaptureError, match=r"list.*token"):
-        decode(output, **MODEL)

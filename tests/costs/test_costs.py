@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from foreroute.costs.model import BACKWARD, CostModel
-from foreroute.costs.presets import HARDWARE, MODELS, model_preset
+from foreroute.costs.presets import HARDWARE, MODELS
 from foreroute.plan.hosts import CellPlan, Hosts
 
 COSTS = CostModel(model=MODELS["qwen3-30b-a3b"], hardware=HARDWARE["h100"])
@@ -56,24 +56,6 @@ def test_attention_and_head_by_hand():
     assert usual.attention_seconds(np.array([1000])) == pytest.approx([by_hand])
     head = 2 * 2048 * 151_936 / 600e12 + 10 * 151_936 / 2.7e12
     assert COSTS.head_seconds(np.array([7])) == pytest.approx([7 * head])
-
-
-@pytest.mark.parametrize(
-    ("name", "billions", "share"),
-    [
-        ("qwen3-30b-a3b", 30.5, 0.01),
-        ("qwen3-235b-a22b", 235, 0.01),
-        ("glm-4.5-air", 106, 0.03),
-        ("glm-4.5", 355, 0.03),
-        ("deepseek-v3", 671, 0.03),  # three dense layers are left out
-        ("kimi-k2", 1026, 0.03),
-    ],
-)
-def test_models_have_as_many_parameters_as_published(name, billions, share):
-    model = model_preset(name)
-    layer = model.num_experts * model.expert_parameters + model.dense_parameters
-    total = model.num_layers * layer + 2 * model.vocabulary * model.hidden
-    assert total == pytest.approx(billions * 1e9, rel=share)
 
 
 OF_MODELS = {

@@ -1,19 +1,26 @@
-"""What a training run reads and leaves: its configuration, metrics and checkpoints."""
+"""What a training run reads and leaves: its configuration, data set, metrics and checkpoints."""
 
 import json
 
 import torch
 
 from foreroute.records.runs import read_run
-from foreroute.train import RunFolder, load_config
+from foreroute.train import RunFolder, load_config, parse_config
 from foreroute.train.folder import load_checkpoint
+from foreroute.train.prompts import parse_row
 from tests.report.report_runs import step_line
-from tests.robustness.mutations import forge, forge_line
+from tests.robustness.mutations import forge, forge_json, forge_line
 from tests.robustness.plans import json_lines, require_unchanged, toml_target
 from tests.robustness.target import Target
 from tests.train.small_runs import small_values
 
 TRAINING = small_values(name="fuzz", rollout={"precision": "bfloat16"}, rl={"routing": "R3", "learning_rate": 1e-3})
+ROWS = [
+    {"prompt": "What is 3 * 4?", "answer": "12"},
+    {"messages": [{"role": "system", "content": "Count."}, {"role": "user", "content": "2 + 2"}], "answer": 4},
+    {"prompt": "Name a colour.", "hint": ["red", 1, None]},
+]
+STORED = json.dumps(parse_config(TRAINING, source="fuzz").model_dump())
 
 
 def run_targets(folder):
@@ -31,6 +38,8 @@ def run_targets(folder):
     whole = {"forge": forge, "has_checksum": True, "weight": 2}
     return [
         toml_target("training", TRAINING, load_config, _require_config, folder),
+        target("data set", lambda rng: json_lines(ROWS), _parsed_rows, _require_rows),
+        target("resumed", lambda _: STORED.encode(), _of_this_run, _require_stored, "config.json", forge_json),
         target("metrics", _metrics_bytes, lambda _: read_run(run).steps, _require_steps, "run/metrics.jsonl"),
         target("checkpoint", checkpoint, load_checkpoint, _require_state, "checkpoint.file", **whole),
     ]
@@ -40,6 +49,21 @@ def _require_config(given, config):
     require_unchanged(given, config)
     assert config.name not in ("", ".", "..")
     assert "/" not in config.name
+
+
+def _parsed_rows(raw):
+    return [parse_row("rows.jsonl", line) for line in raw.removesuffix(b"\n").split(b"\n")]
+
+
+def _require_rows(raw, rows):
+    lines = [line for line in raw.split(b"\n") if line]
+    assert len(rows) == len(lines)
+    for values, line in zip(rows, lines, strict=True):
+        given = json.loads(line)
+        assert ("prompt" in given) != ("messages" in given)
+        assert values == given
+        texts = [given["prompt"]] if "prompt" in given else [m["content"] for m in given["messages"]]
+        assert all(isinstance(text, str) for text in texts)
 
 
 def _require_steps(raw, steps):
@@ -60,6 +84,22 @@ def _require_steps(raw, steps):
 
 def _metrics_bytes(rng):
     return json_lines([step_line(number) for number in range(3)])
+
+
+def _of_this_run(path):
+    """What a configuration says, when a run is taken up with it that has recorded nothing."""
+    (path.parent / "metrics.jsonl").unlink(missing_ok=True)
+    RunFolder(path.parent).require_begun(parse_config(TRAINING, source="fuzz"))
+    return path.read_bytes().decode()
+
+
+def _require_stored(raw, text):
+    given, expected = json.loads(text), json.loads(STORED)
+    for values in (given, expected):
+        for name in ("device", "parallel", "checkpoint"):
+            values.pop(name, None)
+        values["rl"].pop("steps", None)
+    assert given == expected
 
 
 def _checkpoint_bytes(rng, path):
