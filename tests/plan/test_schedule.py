@@ -135,7 +135,7 @@ def test_what_is_not_there_is_refused_before_memory_is_indexed_by_it(what):
     if what in NOT_THERE:
         name, value = NOT_THERE[what]
         plan = changed(plan, name, slice(name == "offsets", None), value)
-    with pytest.raises(PlanError, match=r"expected|the counts are of|expert.*verify"):
+    with pytest.raises(PlanError, match=r"expected|counts|verify"):
         ExecutionSchedule(plan, counts_MLGE, 0).cell(0, 0)
 
 

@@ -84,7 +84,7 @@ def pad(lengths: ArrayLike, *, side: Side, order: Literal["bshd", "sbhd"], to: i
 def _lay_out(
     length_S: NDArray[np.int64], count_S: NDArray[np.int64], before_S: NDArray[np.int64], order: Order, num_lines: int
 ) -> Layout:
-    """Lay sequences out with so many router rows each, of which some of padding come before its tokens."""
+    """Lay sequences out, each with its router rows, of which some of padding come before its tokens."""
     packed_row_R = np.full(int(count_S.sum()), PAD, np.int32)
     packed_row_R[join_ranges(as_offsets(count_S)[:-1] + before_S, length_S)] = np.arange(length_S.sum())
     return Layout(packed_row_R, count_S, length_S, order, num_lines)
