@@ -89,6 +89,12 @@ def test_digest_depends_on_tokens_routes_versions_and_every_stream():
     assert len({digest(t) for t in [a, *changed]}) == 8
 
 
+def test_facts_of_joined_traces_are_those_on_which_they_agree():
+    a = random_trace(0)
+    parts = [a.with_provenance(engine="x", day=day) for day in "121"]
+    assert fr.concatenate(parts).provenance == a.provenance | {"engine": "x", "day": "2 values"}
+
+
 def test_ids_that_no_expert_has_are_not_counted():
     trace = random_trace(0)
     trace.expert_ids_NLK[np.flatnonzero(trace.valid_N)[-1], 0, 0] = trace.spec.num_experts
