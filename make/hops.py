@@ -175,8 +175,8 @@ def from_answer_to_page(folder: Path) -> dict[str, Way]:
     rng = np.random.default_rng(0)
     spec = fr.RoutingSpec(8, 2, tuple(map(fr.RoutedLayer, range(LAYERS))))
     routes_RLK = rng.permuted(np.tile(np.arange(8), (6, LAYERS, 1)), axis=2)[:, :, :2]
-    choice = {"token_ids": [4, 5, 6], "routed_experts": routes_RLK[:5].tolist()}
-    answer = {"prompt_token_ids": [1, 2, 3], "choices": [choice]}
+    choice = {"token_ids": [4, 5, 6], "routed_experts": routes_RLK[3:5].tolist()}
+    answer = {"prompt_token_ids": [1, 2, 3], "prompt_routed_experts": routes_RLK[:3].tolist(), "choices": [choice]}
     counts_MLGE = rng.integers(0, 50, (2, LAYERS, 2, 8))
     topology = Topology(num_ranks=2, ranks_per_node=2, redundant_slots=1, links=LINKS)
 

@@ -113,14 +113,46 @@ def test_an_aborted_choice_that_has_rows_is_read():
     )
 
 
-def test_routes_of_a_prompt_apart_are_refused():
-    answer = wires.vllm_answer(SHORT)
-    for whole in (
-        answer | {"prompt_routed_experts": []},
-        {"choices": [choice | {"prompt_routed_experts": []} for choice in answer["choices"]]},
+def split(r, write, **changes):
+    """As vLLM 0.21 answers: a row for each token of the prompt, and one for each sampled token but the last."""
+    prompt, rows = r.routes_RLK[: len(r.prompt)], r.routes_RLK[len(r.prompt) :]
+    answer = {"index": 0, "token_ids": r.response, "routed_experts": write(rows), **changes}
+    return {"prompt_token_ids": r.prompt, "prompt_routed_experts": write(prompt), "choices": [answer]}
+
+
+WRITERS = {
+    "lists": np.ndarray.tolist,
+    "arrays": lambda rows: rows.astype(np.int16),
+    "base64": lambda rows: wires.npy_text(rows.astype(np.uint8)),
+}
+
+
+@pytest.mark.parametrize("write", WRITERS.values(), ids=WRITERS)
+def test_routes_of_prompt_and_output_in_two_fields_are_joined(write):
+    assert decode(split(SHORT, write), model=SHORT.spec).equals(known(SHORT))
+    both = decode([split(SHORT, write), split(OTHER, write)], model=SHORT.spec)
+    assert both.equals(fr.concatenate([known(SHORT), known(OTHER)]))
+    moved = split(SHORT, write)
+    moved["choices"][0]["prompt_routed_experts"] = moved.pop("prompt_routed_experts")
+    assert decode(moved, model=SHORT.spec).equals(known(SHORT)), (
+        "a proxy may put it into the choice, where vLLM does not"
+    )
+
+
+def test_fields_that_do_not_join_are_refused():
+    for change, match in (
+        ({"prompt_routed_experts": SHORT.routes_RLK[:3]}, r"\(3, 4, 3\) for a prompt of 4 tokens"),
+        ({"prompt_routed_experts": SHORT.routes_RLK[:4, :3]}, r"\(2, 4, 3\) behind it"),
+        ({"prompt_routed_experts": 5}, "routed_experts of choice 0 is a int"),
     ):
-        with pytest.raises(CaptureError, match=r"prompt apart.*vLLM"):
-            decode(whole, model=SHORT.spec)
+        with pytest.raises(CaptureError, match=match):
+            decode(split(SHORT, np.ndarray.tolist) | change, model=SHORT.spec)
+    alone = split(SHORT, np.ndarray.tolist)
+    del alone["prompt_routed_experts"]
+    with pytest.raises(CaptureError, match=r"2 rows .*prompt_routed_experts.*start="):
+        decode(alone, model=SHORT.spec)
+    with pytest.raises(CaptureError, match=r"5 rows for 7.*: pass start="):
+        decode(split(SHORT, np.ndarray.tolist, routed_experts=SHORT.routes_RLK[4:5]), model=SHORT.spec)
 
 
 @pytest.mark.parametrize("kind", [list, np.array])

@@ -32,13 +32,23 @@ def test_a_cluster_can_be_written_down_and_read_again(hardware):
 
 
 @pytest.mark.parametrize(
+    ("links", "left"),
+    [({"node_bytes_per_s": 22e9}, "cluster_bytes_per_s"), ({"cluster_bytes_per_s": 400e9}, "node_bytes_per_s")],
+)
+def test_a_link_of_a_preset_does_not_outrun_that_of_a_file_in_silence(links, left):
+    parse_cluster({**USUAL, "topology": {"num_ranks": 8, "redundant_slots": 2}, "links": links}, source="one node")
+    with pytest.raises(ConfigError, match=rf"nearer than ranks of the same node\. Set {left} too"):
+        parse_cluster({**USUAL, "links": links}, source="x")
+
+
+@pytest.mark.parametrize(
     ("hardware", "links", "told"),
     [
         *(({"preset": name}, {}, None) for name in HARDWARE),
         ({"preset": "h100", "gemm_flops_per_s": 6e11}, {}, r"gemm_flops_per_s is 6e\+11, and GPUs reach 1e\+12"),
         ({"preset": "h100", "memory_bytes_per_s": 3e15}, {}, "memory_bytes_per_s"),
         ({"preset": "h100", "gemm_flops_per_s": 6e9, "memory_bytes_per_s": 3e9, "tile_rows": 1}, {}, None),
-        ({"preset": "h100"}, {"node_bytes_per_s": 22e9}, "nearer than ranks of the same"),
+        ({"preset": "h100"}, {"node_bytes_per_s": 45e9, "cluster_bytes_per_s": 340e9}, "nearer than ranks of the same"),
         ({"preset": "h100"}, {"cluster_bytes_per_s": 5e7}, "cluster_bytes_per_s is 5e.07, and GPUs reach 1e.08"),
         ({"preset": "h100"}, {"node_latency_s": 0.005}, "node_latency_s is 0.005, and GPUs reach 0 to 0.001 seconds"),
     ],

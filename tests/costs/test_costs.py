@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from foreroute.costs.model import BACKWARD, CostModel
-from foreroute.costs.presets import HARDWARE, MODELS
+from foreroute.costs.presets import HARDWARE, MODELS, model_preset
 from foreroute.plan.hosts import CellPlan, Hosts
 
 COSTS = CostModel(model=MODELS["qwen3-30b-a3b"], hardware=HARDWARE["h100"])
@@ -58,6 +58,25 @@ def test_attention_and_head_by_hand():
     assert COSTS.head_seconds(np.array([7])) == pytest.approx([7 * head])
 
 
+@pytest.mark.parametrize(
+    ("name", "billions", "share"),
+    [
+        ("qwen3-30b-a3b", 30.5, 0.01),
+        ("qwen3-235b-a22b", 235, 0.01),
+        ("glm-4.5-air", 106, 0.03),
+        ("glm-4.5", 355, 0.03),
+        ("qwen3-next-80b-a3b", 80, 0.02),
+        ("deepseek-v3", 671, 0.03),  # three dense layers are left out
+        ("kimi-k2", 1026, 0.03),
+    ],
+)
+def test_models_have_as_many_parameters_as_published(name, billions, share):
+    model = model_preset(name)
+    layer = model.num_experts * model.expert_parameters + model.dense_parameters
+    total = model.num_layers * layer + 2 * model.vocabulary * model.hidden
+    assert total == pytest.approx(billions * 1e9, rel=share)
+
+
 OF_MODELS = {
     "qwen3-30b-a3b": ("qwen3_moe", {"num_hidden_layers": 1, "num_key_value_heads": 4, "head_dim": 128}),
     "qwen3-235b-a22b": (
@@ -71,6 +90,7 @@ OF_MODELS = {
         | {"moe_intermediate_size": 1536, "n_routed_experts": 160},
     ),
     "glm-4.5-air": ("glm4_moe", {"num_hidden_layers": 2, "head_dim": 128}),
+    "qwen3-next-80b-a3b": ("qwen3_next", {"num_hidden_layers": 4}),
     "deepseek-v3": ("deepseek_v3", {"num_hidden_layers": 4}),
     "kimi-k2": ("deepseek_v3", {"num_hidden_layers": 4, "num_attention_heads": 64, "n_routed_experts": 384}),
 }
@@ -80,7 +100,7 @@ OF_MODELS = {
 @pytest.mark.slow
 @pytest.mark.parametrize("name", MODELS)
 def test_a_preset_has_as_many_parameters_as_the_models_own_layers(name):
-    """The last layer; routers and norms left out."""
+    """A mean layer of four where kinds alternate, else the last; routers, norms and convolutions left out."""
     from transformers import AutoConfig, AutoModelForCausalLM
 
     kind, changes = OF_MODELS[name]
@@ -88,11 +108,13 @@ def test_a_preset_has_as_many_parameters_as_the_models_own_layers(name):
         layers = AutoModelForCausalLM.from_config(
             AutoConfig.for_model(kind, **changes), trust_remote_code=False
         ).model.layers
+    if name != "qwen3-next-80b-a3b":
+        layers = layers[-1:]
     sizes = {"experts": 0, "dense": 0}
-    for part, weight in layers[-1].named_parameters():
+    for part, weight in layers.named_parameters():
         if "mlp.experts" in part:
-            sizes["experts"] += weight.numel()
-        elif weight.ndim == 2 and "mlp.gate." not in part:
-            sizes["dense"] += weight.numel()
+            sizes["experts"] += weight.numel() / len(layers)
+        elif weight.ndim == 2 and "mlp.gate." not in part and "shared_expert_gate" not in part:
+            sizes["dense"] += weight.numel() / len(layers)
     model = MODELS[name]
     assert sizes == {"experts": model.num_experts * model.expert_parameters, "dense": model.dense_parameters}

@@ -184,15 +184,17 @@ def _place(
     if start > max(num_tokens - 1, 0):
         raise CaptureError(f"{what} starts at {start}; expected a position of its {num_tokens} tokens")
     expected = num_tokens - 1 - start  # each token but the last has a row; the last may, in routes alone and in verl
-    most = expected + (form in (Form.ARRAY, Form.VERL))
-    rows_RAK = read_rows(raw.routes, expected, spec.top_k, f"the routes of {what}")
+    most = expected + (form in (Form.ARRAY, Form.VERL) or raw.prompt_routes is not None)
+    rows_RAK = _read(raw, expected, start, spec.top_k, what)
     count = len(rows_RAK)
     if not expected <= count <= most and (count or num_tokens):
+        is_part = form == Form.VLLM and raw.prompt_routes is None
+        apart = "keep prompt_routed_experts in the answer, which vLLM 0.21 returns beside; or " if is_part else ""
         raise CaptureError(
             f"{what} has {count} rows for {num_tokens} tokens from position {start}; expected {expected}"
             f"{f' or {most}' if most > expected else ''}, one for each token but the last. "
             + (
-                "Rows are missing: pass start= if the request skipped a known prefix"
+                f"Rows are missing: {apart}pass start= if the request skipped a known prefix"
                 if count < expected
                 else "Rows are too many: pass the tokens of prompt and response, or the start of the request"
             )
@@ -239,6 +241,21 @@ def _narrowed(rows_RLK: NDArray[Any], spec: RoutingSpec) -> NDArray[Any]:
     unsigned = rows_RLK.view(rows_RLK.dtype.str.replace("i", "u"))
     is_wide = rows_RLK.itemsize > spec.id_dtype.itemsize
     return rows_RLK.astype(spec.id_dtype) if is_wide and unsigned.max(initial=0) < spec.num_experts else rows_RLK
+
+
+def _read(raw: RawSequence, expected: int, start: int, top_k: int, what: str) -> NDArray[Any]:
+    """Return the rows of one sequence, those of its prompt joined with the others: integers [R, layers, K]."""
+    if raw.prompt_routes is None:
+        return read_rows(raw.routes, expected, top_k, f"the routes of {what}")
+    prompt = read_rows(raw.prompt_routes, expected, top_k, f"the routes of the prompt of {what}")
+    rows = read_rows(raw.routes, expected - len(prompt), top_k, f"the routes of {what}")
+    length = len(prompt) if raw.prompt_token_ids is None else len(items_of(raw.prompt_token_ids, "the prompt")) - start
+    if len(prompt) != length or (len(rows) and rows.shape[1:] != prompt.shape[1:]):
+        raise CaptureError(
+            f"{what} has routes of shape {prompt.shape} for a prompt of {length} tokens and {rows.shape} behind it; "
+            "expected a row for each token of the prompt, and as many layers and picks behind it"
+        )
+    return np.concatenate([prompt, rows]) if len(rows) else prompt
 
 
 def _versions(

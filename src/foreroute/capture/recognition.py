@@ -1,6 +1,7 @@
 """Which form an engine's output has, and where in it the routes lie. Objects are told by their attributes.
 
-vllm    `routed_experts` on each choice: an array in process, base64 of a .npy file over HTTP
+vllm    `routed_experts` on each choice: an array in process, base64 of a .npy file over HTTP; those of the prompt may
+        be apart from it (`prompt_routed_experts` of 0.21)
 sglang  `routed_experts` in `meta_info` (/generate) or `sglext` (OpenAI): base64 of int32, without a shape
 verl    a padded batch of `routed_experts`, `input_ids` and `attention_mask`, or a packed one; by other names of SkyRL
 array   an array of any library, nested lists, a table, or the bytes of a .npy file: the door for every other engine;
@@ -59,6 +60,7 @@ class RawSequence:
     sampling_mask: Any = None  # the sets that its tokens were drawn from
     indexer_topk: Any = None  # what its sparse-attention indexers chose
     weight_versions: Any = None  # spans of generated tokens and the weights that produced them
+    prompt_routes: Any = None  # those of the prompt, where they are apart; `routes` are then of what follows
     start: Any = None  # the position of the first row, where a table states it
     logprobs: Any = None  # of its sampled tokens
 
@@ -128,7 +130,9 @@ def _from_one(output: Any) -> tuple[Form, list[RawSequence]]:
         return Form.VERL, _verl(output)
     else:
         found = [_sequence(output, output, output, "the answer")]
-    return Form.VLLM, [replace(each, routes=_of_vllm(each.routes)) for each in found]
+    return Form.VLLM, [
+        replace(each, routes=_of_vllm(each.routes), prompt_routes=_of_vllm(each.prompt_routes)) for each in found
+    ]
 
 
 def _is_padded(routes: Any) -> bool:
@@ -143,24 +147,22 @@ def _of_vllm(routes: Any) -> Any:
 
 def _sequence(holder: Any, choice: Any, record: Any, what: str) -> RawSequence:
     """Return what one answer of vLLM or SGLang says: `holder` has the routes, `choice` or else `record` the tokens."""
-    routes = field_of(holder, "routed_experts")
-    if any(field_of(each, "prompt_routed_experts") is not None for each in (choice, record)):
-        raise CaptureError(
-            f"{what} has the routes of its prompt apart, in prompt_routed_experts, as vLLM 0.21 answers; take a newer "
-            "vLLM, or pass the rows of prompt and response joined, with token_ids="
-        )
-    if routes is None:
+    routes, of_prompt = field_of(holder, "routed_experts"), field_of(choice, "prompt_routed_experts")
+    of_prompt = field_of(record, "prompt_routed_experts") if of_prompt is None else of_prompt
+    if routes is None and of_prompt is None:
         raise _no_routes(holder, what)
-    if not isinstance(routes, str | list | tuple) and not is_array(routes) and not is_table(routes):
-        raise CaptureError(
-            f"routed_experts of {what} is a {type(routes).__name__}; expected an array, base64 as vLLM and SGLang "
-            f"write it, nested lists, or a table of {', '.join(TABLE)}"
-        )
+    for each in (routes, of_prompt):
+        if not isinstance(each, str | list | tuple | None) and not is_array(each) and not is_table(each):
+            raise CaptureError(
+                f"routed_experts of {what} is a {type(each).__name__}; expected an array, base64 as vLLM and SGLang "
+                f"write it, nested lists, or a table of {', '.join(TABLE)}"
+            )
     prompt = field_of(choice, "prompt_token_ids")
     # SGLang's; those of the truncated distribution that was sampled from come first, where it has both
     logprobs = _first(holder, "output_token_sampling_logprobs", "output_token_logprobs")
     return RawSequence(
-        routes,
+        [] if routes is None else routes,  # one token was sampled, or none
+        prompt_routes=of_prompt,
         start=field_of(routes, "start") if is_table(routes) else None,
         prompt_token_ids=field_of(record, "prompt_token_ids") if prompt is None else prompt,
         response_token_ids=_first(choice, "output_ids", "token_ids"),

@@ -37,11 +37,22 @@ def decode_masks(
         here = slice(end - 1 - len(counts_R), end - 1)  # the rows before the last tokens
         valid_N[here], counts_N[here] = True, counts_R
         ids.append(flat)
+    return mask_stream(vocabulary_size, valid_N, counts_N, np.concatenate(ids), tokens_N)
+
+
+def mask_stream(
+    vocabulary_size: int,  # tokens of the model
+    valid_N: NDArray[np.bool_],  # [N], the rows before a sampled token
+    counts_N: NDArray[np.int64],  # [N], ids of each set, 0 elsewhere
+    ids: NDArray[Any],  # integers, those of all sets joined
+    tokens_N: NDArray[np.int32],  # [N], the token of each row; the one behind a row with a mask was sampled
+) -> DecisionStream:
+    """Make the stream of masks of the rows that have one, each with the token that was sampled."""
     empty_N = valid_N & (counts_N == 0)
     if empty_N.any():
         raise CaptureError(f"the sampling mask of the token behind row {int(empty_N.argmax())} is empty")
     try:
-        stream = DecisionStream.from_sets(vocabulary_size, valid_N, counts_N, np.concatenate(ids))
+        stream = DecisionStream.from_sets(vocabulary_size, valid_N, counts_N, ids)
     except TraceContentError as error:
         raise CaptureError(f"the sampling masks cannot be true: {error}") from error
     next_ids_N = np.roll(tokens_N, -1)  # behind the last row of a sequence stands another's, and no mask is there

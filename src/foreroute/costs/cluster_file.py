@@ -117,6 +117,8 @@ def parse_cluster(values: Mapping[str, Any], *, source: str, num_gpus: int | Non
     given["topology"].setdefault("ranks_per_node", min(num_ranks, width) if is_whole(num_ranks) else width)
     costs = _made("costs", given, source, model=model, hardware=hardware)
     topology = _made("topology", given, source, links=links)
+    if topology.num_nodes > 1:
+        _refuse_half_of_links(given["links"], links, source)
     if hardware.tile_rows > 1:
         _warn_of_odd_rates(costs, links, is_one_node, source)
     away = model.num_experts - model.num_experts // topology.num_ranks
@@ -146,6 +148,17 @@ def _refuse_other_units(tables: Mapping[str, Links | Hardware], source: str) -> 
                     f"{source}: [{table}] {key} is {value:g}; expected seconds (1 µs is 1e-6), {MOST_GPU_S:g} at most "
                     "on a GPU; a CPU has tile_rows = 1 in [hardware]"
                 )
+
+
+def _refuse_half_of_links(given: Mapping[str, Any], links: Links, source: str) -> None:
+    """Raise `ConfigError` where one link is given, and that of a preset beside it makes other nodes the nearer ones."""
+    own = [key for key in (NODE_LINK, CLUSTER_LINK) if key in given]
+    if len(own) == 1 and links.cluster_bytes_per_s > links.node_bytes_per_s:
+        (left,) = {NODE_LINK, CLUSTER_LINK} - set(own)
+        raise ConfigError(
+            f"{source}: [links] {own[0]} is {getattr(links, own[0]):g} and {left}, of the preset, "
+            f"{getattr(links, left):g}: other nodes would be nearer than ranks of the same node. Set {left} too"
+        )
 
 
 def _warn_of_odd_rates(costs: CostModel, links: Links, is_one_node: bool, source: str) -> None:

@@ -50,6 +50,23 @@ def _latent(hidden: int, heads: int) -> tuple[int, int]:
     return queries + keys_and_values + heads * 128 * hidden, heads * (192 + 128) // 2
 
 
+def _gated_query(hidden: int, heads: int, kv_heads: int, head_width: int) -> tuple[int, int]:
+    """Grouped-query attention whose output passes a gate, which is projected with the queries."""
+    projections, width = _grouped_query(hidden, heads, kv_heads, head_width)
+    return projections + hidden * width, width
+
+
+def _gated_delta(hidden: int) -> tuple[int, int]:
+    """The linear attention of Qwen3-Next: 16 query and key heads, 32 value heads of 128, a gate; no core in squares."""
+    keys, values = 16 * 128, 32 * 128
+    return hidden * (2 * keys + 2 * values) + values * hidden + hidden * 2 * 32, 0
+
+
+def _mixed(linear: tuple[int, int], full: tuple[int, int]) -> tuple[int, int]:
+    """The mean layer of three with linear attention and one with full attention."""
+    return (3 * linear[0] + full[0]) // 4, (3 * linear[1] + full[1]) // 4
+
+
 def _model(attention: tuple[int, int], *, shared: int = 0, **sizes: int) -> ModelShape:
     """A model of these `sizes`, with its attention, and with shared experts of this width in all."""
     projections, width = attention
@@ -73,6 +90,10 @@ MODELS: Mapping[str, ModelShape] = {
     "glm-4.5": _model(
         _grouped_query(5120, 96, 8, 128),
         num_layers=89, num_experts=160, top_k=8, hidden=5120, intermediate=1536, vocabulary=151_552, shared=1536,
+    ),
+    "qwen3-next-80b-a3b": _model(
+        _mixed(_gated_delta(2048), _gated_query(2048, 16, 2, 256)),
+        num_layers=48, num_experts=512, top_k=10, hidden=2048, intermediate=512, vocabulary=151_936, shared=512,
     ),
     "deepseek-v3": _model(
         _latent(7168, 128),
