@@ -1,6 +1,6 @@
 """Scripted agents over an engine whose routes are known, and writers of both records of such agents.
 
-The engine is a function: row and log-prob of a position follow from the tokens before it and the weights. The
+The engine is a function: row, log-prob and mask of a position follow from the tokens before it and the weights. The
 writers follow the published formats and share no code with the readers.
 """
 
@@ -40,6 +40,12 @@ def routes(tokens, version):
 def logprobs(tokens, version):
     """float64 [T] of each token after those before it; those of the first are of no use."""
     return _digests(tokens, version, 26)[:, 25] / -64.0
+
+
+def mask(tokens, position):
+    """The ids that the token at a position was drawn from, itself among them."""
+    drawn = {int(tokens[position])}
+    return sorted(drawn | {(int(tokens[position]) * 7 + 13 * i) % VOCABULARY for i in range(1 + position % 4)})
 
 
 @dataclass(eq=False)
@@ -183,6 +189,7 @@ class SkycapNode:
     logprobs: list | None = None
     rows: np.ndarray | None = None
     row_versions: list = field(default_factory=list)
+    masks: list | None = None
     media: list = field(default_factory=list)
     calls: list = field(default_factory=list)
 
@@ -196,8 +203,8 @@ SKYCAP = """{"format_version": 1, "id": "tr_1", "status": "finished", "ended": t
 class Skycap:
     """A graph of messages that calls are added to, in the order in which they were made."""
 
-    def __init__(self, made, dtype=np.uint8):
-        self.nodes, self.node_of, self.dtype = [], {}, dtype
+    def __init__(self, made, *, masks=False, dtype=np.uint8):
+        self.nodes, self.node_of, self.dtype, self.masks = [], {}, dtype, masks
         for call in made:
             self.commit(call)
 
@@ -217,12 +224,14 @@ class Skycap:
         if own is not None:
             own = np.concatenate([own, own[-1:]])
         scaffold = len(call.prompt) - cut
-        said = {"t_start": call.at, "t_end": call.at + 0.5, "model": "scripted", "usage": None}
-        said |= {"sampling": {"temperature": 1.0}, "finish_reason": "stop", "tools": None}
+        sampling = {"temperature": 1.0, **({"top_k": 5} if self.masks else {})}
+        said = {"t_start": call.at, "t_end": call.at + 0.5, "model": "scripted", "sampling": sampling, "usage": None}
+        said |= {"finish_reason": "stop", "tools": None}
         said |= {"bridged": True if call.parent else False if call.is_edit else None}
         reply = SkycapNode(above, "model", tokens[cut:], scaffold, rows=own, calls=[said])
         reply.logprobs = [0.0] * scaffold + logprobs(tokens, call.version)[len(call.prompt) :].tolist()
         reply.row_versions = [] if own is None else [call.version] * (len(own) - 1) + [None]
+        reply.masks = [mask(tokens, p) for p in range(len(call.prompt), len(tokens))] if self.masks else None
         self.nodes.append(reply)
         self.node_of[call.name] = len(self.nodes) - 1
 
@@ -262,20 +271,26 @@ class Skycap:
         rows = [node.rows for node in self.nodes if node.rows is not None]
         if rows:
             found["experts"] = {"routed_experts": np.concatenate(rows)}
+        sets = [each for node in self.nodes for each in node.masks or []]
+        if sets:
+            offsets = np.append(0, np.cumsum([len(each) for each in sets])).astype(np.int64)
+            found["sampling_mask"] = {"ids": np.array([i for s in sets for i in s], np.int32), "offsets": offsets}
         return found
 
     def document(self, **changed):
-        at, entries = {"tokens": 0, "experts": 0}, []
+        at, entries = {"tokens": 0, "experts": 0, "mask": 0}, []
         for number, node in enumerate(self.nodes):
-            rows = 0 if node.rows is None else len(node.rows)
+            rows, masks = (0 if each is None else len(each) for each in (node.rows, node.masks))
             role = "assistant" if node.author == "model" else "user"
             entry = {"id": number, "parent": node.parent, "author": node.author, "role": role, "calls": node.calls}
             tokens = {"offset": at["tokens"], "length": len(node.tokens), "sampled_start": node.sampled_start}
             tokens |= {"has_logprobs": node.logprobs is not None, "text_offset": None, "text_bytes": 0}
             tokens |= {"experts_offset": None if node.rows is None else at["experts"], "experts_rows": rows}
-            tokens |= {"mask_offset": None, "mask_rows": 0, "media": node.media}
+            tokens |= {"mask_offset": None if node.masks is None else at["mask"], "mask_rows": masks}
+            tokens |= {"media": node.media}
             entries.append({**entry, "message": {"content": ""}, "shadowed_by": None, "tokens": tokens})
-            at = {"tokens": at["tokens"] + len(node.tokens), "experts": at["experts"] + rows}
+            for kind, size in (("tokens", len(node.tokens)), ("experts", rows), ("mask", masks)):
+                at[kind] += size
         return {**json.loads(SKYCAP), "samples": self.samples(), "nodes": entries, **changed}
 
 

@@ -19,8 +19,8 @@ TOOL.children = [LAST, OTHER]
 MADE = [TOOL, LAST, OTHER]
 
 
-def skycap(folder, *, change=None, change_arrays=None):
-    graph = scripted.Skycap(MADE)
+def skycap(folder, *, change=None, change_arrays=None, masks=False, **options):
+    graph = scripted.Skycap(MADE, masks=masks)
     document, arrays = graph.document(), graph.arrays()
     if change_arrays is not None:
         change_arrays(arrays)
@@ -28,7 +28,7 @@ def skycap(folder, *, change=None, change_arrays=None):
     if change is not None:
         written = json.loads(scripted.content(path.read_bytes()))
         path.write_bytes(scripted.compressed(json.dumps(change(written) or written).encode()))
-    return read_skycap(path, model=SPEC, weight_version=1)
+    return read_skycap(path, **{"model": SPEC, "weight_version": 1, "vocabulary_size": scripted.VOCABULARY, **options})
 
 
 def gym(folder, *changes, made=MADE, state=None, **options):
@@ -64,6 +64,7 @@ ARRAYS = {
     "log-prob": (put(5.0, "tokens", "logprobs", 5), "log-probs hold 5.0"),
     "expert twice": (put([3, 3], "experts", "routed_experts", (0, 1)), "an expert is picked twice"),
     "dense layer": (put([1, 2], "experts", "routed_experts", (0, 0)), "the spec says is dense"),
+    "mask of another": (put(199, "sampling_mask", "ids", 0), "was sampled and is not in its mask"),
 }
 
 
@@ -108,7 +109,7 @@ GYM = {
 }
 TABLES = {
     "skycap": (SKYCAP, lambda folder, change, case: skycap(folder, change=change)),
-    "arrays": (ARRAYS, lambda folder, change, case: skycap(folder, change_arrays=change)),
+    "arrays": (ARRAYS, lambda folder, change, case: skycap(folder, change_arrays=change, masks="mask" in case)),
     "gym": (GYM, lambda folder, change, case: gym(folder, change)),
 }
 
@@ -124,11 +125,13 @@ def test_records_that_cannot_be_are_refused(tmp_path, table, case):
 @pytest.mark.parametrize(
     ("read", "given", "message"),
     [
+        (skycap, {"masks": True, "change": put(2, "nodes", 2, "tokens", "mask_rows")}, "2.*2 sampling masks.*3"),
+        (skycap, {"masks": True, "vocabulary_size": None}, "pass vocabulary_size="),
         (gym, {"state": {"entry_digests": {}}}, "state"),
-        (gym, {"weight_version": "3"}, "weight version"),
+        (skycap, {"weight_version": lambda call: "3"}, "weight version"),
     ],
 )
-def test_states_and_weights_that_are_not_those_of_the_record_are_refused(tmp_path, read, given, message):
+def test_masks_states_and_weights_that_are_not_those_of_the_record_are_refused(tmp_path, read, given, message):
     with pytest.raises(CaptureError, match=message):
         read(tmp_path, **given)
 
@@ -181,5 +184,8 @@ def test_many_paths_of_a_small_record_are_refused_before_they_are_built(tmp_path
     with pytest.raises(CaptureError, match=r"paths.*2000 bytes"):
         skycap(tmp_path)
     monkeypatch.setattr("foreroute.capture.nemo_gym.MOST_BYTES", 100)
-    with pytest.raises(CaptureError, match=r"calls.*100 bytes"):
+    with pytest.raises(CaptureError, match=r"chains.*100 bytes"):
+        gym(tmp_path)
+    monkeypatch.setattr("foreroute.capture.nemo_gym.MOST_TOKENS", 20)
+    with pytest.raises(CaptureError, match="more than 20 tokens together"):
         gym(tmp_path)

@@ -9,9 +9,10 @@ The tokens of every path are as the engine saw them. Rows that the record does n
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -19,8 +20,13 @@ from numpy.typing import NDArray
 
 from foreroute.capture.decode import decode
 from foreroute.capture.generation import Generation
+from foreroute.checks import MOST_INT32, whole_number
 from foreroute.errors import CaptureError, TraceError, shown
-from foreroute.trace import RoutingSpec, RoutingTrace
+from foreroute.trace import NO_VERSION, RoutingSpec, RoutingTrace
+
+number_of = partial(whole_number, least=0, error=CaptureError)
+WeightVersion = int | Callable[[Mapping[str, Any]], int]
+"""The weights of a rollout: one version, or a function of a call as the record has it."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -43,33 +49,37 @@ Path = tuple[str, Generation]
 
 
 def path_of(
-    end: str, trace: RoutingTrace, sampled_T: NDArray[np.bool_], logprobs: Sequence[NDArray[np.float64]], wire: str
+    end: str, trace: RoutingTrace, sampled_T: NDArray[np.bool_], logprobs: Sequence[NDArray[np.float64]]
 ) -> Path:
     """Return a conversation; `logprobs` are those of its sampled tokens, in pieces."""
+    joined_R = np.concatenate([*logprobs, np.zeros(0)])
     with naming(f"the sequence that ends in {end:.40}"), np.errstate(over="ignore"):
         # what float32 cannot hold is no log-prob, and refused as such
-        logprobs_R = np.concatenate([*logprobs, np.zeros(0)]).astype(np.float32)
-        trace = trace.with_provenance(wire=wire)
+        logprobs_R = joined_R.astype(np.float32)
         return end, Generation(trace, np.array([int(sampled_T.argmax())]), logprobs_R, sampled_T)
 
 
-def rollout_of(paths: Sequence[Path], left_out: Sequence[str], weight_version: int) -> AgentRollout:
-    """Join the conversations of a record, and stamp their rows."""
-    joined = None
-    if paths:
-        joined = Generation.concatenate([generation for _, generation in paths])
-        joined = replace(joined, trace=joined.trace.with_weight_version(weight_version))
-    return AgentRollout(joined, tuple(end for end, _ in paths), tuple(left_out))
+def rollout_of(paths: Sequence[Path], left_out: Sequence[str]) -> AgentRollout:
+    """Join the conversations of a record."""
+    ends, generations = [end for end, _ in paths], [generation for _, generation in paths]
+    joined = Generation.concatenate(generations) if paths else None
+    return AgentRollout(joined, tuple(ends), tuple(left_out))
 
 
 def trace_of(spec: RoutingSpec, tokens_T: NDArray[np.int32], rows: Any, valid: NDArray[np.bool_]) -> RoutingTrace:
-    """Return one sequence as `decode` checks it; absent rows where nothing was routed.
+    """Return one sequence as `decode` checks it, without weight versions; absent rows where nothing was routed.
 
     Rows are integers [T or T - 1, layers, K], and `valid` is a bool for each.
     """
     if not valid.any():
         return RoutingTrace.unrouted(spec, [tokens_T])
     return decode(rows, model=spec, token_ids=tokens_T, valid=valid)
+
+
+def version_of(call: Mapping[str, Any], weight_version: WeightVersion) -> int:
+    """Return the weights that made a call, as the caller states them."""
+    stated: object = weight_version(call) if callable(weight_version) else weight_version
+    return number_of(stated, name="the weight version", least=NO_VERSION, most=MOST_INT32)
 
 
 @contextmanager

@@ -120,7 +120,7 @@ def read_rows(
     if isinstance(values, bytes):
         return read_npy(values)
     if not isinstance(values, str):
-        array = read_table(values, name) if is_table(values) else as_integers(_plain(values, name), name)
+        array = _read_table(values, name) if is_table(values) else as_integers(_plain(values, name), name)
         if array.ndim == 2 and array.shape[1] % picks == 0:
             array = array.reshape(len(array), array.shape[1] // picks, picks)
         if array.ndim != 3:
@@ -154,7 +154,7 @@ def _plain(values: Any, name: str) -> Any:
     return values
 
 
-def read_table(table: Any, name: str) -> NDArray[Any]:
+def _read_table(table: Any, name: str) -> NDArray[Any]:
     """Read an array in a JSON object."""
     data, shape, dtype = (field_of(table, each) for each in TABLE)
     sizes = items_of(shape, f"the shape of {name}")

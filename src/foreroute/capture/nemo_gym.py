@@ -17,16 +17,27 @@ import re
 import struct
 from collections import Counter
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from graphlib import CycleError, TopologicalSorter
+from math import prod
 from pathlib import Path as FilePath
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from foreroute.capture.agents import AgentRollout, Path, entries_of, naming, path_of, rollout_of, trace_of
-from foreroute.capture.arrays import as_integers, parse_text, read_table
+from foreroute.capture.agents import (
+    AgentRollout,
+    Path,
+    WeightVersion,
+    entries_of,
+    naming,
+    path_of,
+    rollout_of,
+    trace_of,
+    version_of,
+)
+from foreroute.capture.arrays import as_integers, parse_text, read_base64
 from foreroute.checks import as_int32, is_whole
 from foreroute.errors import CaptureError, shown
 from foreroute.files.regular import MOST_BYTES, as_path, read_file
@@ -34,27 +45,29 @@ from foreroute.trace import RoutingSpec, RoutingTrace, extended
 
 SUFFIX = ".tokens.jsonl"
 DOMAIN = b"nemo-gym-tokens"
-TOKEN_BYTES = 16
-"""What a token counts, beside its picks."""
+MOST_TOKENS = 1 << 28
+"""Tokens of all calls together: prompts that add to each other make many of a few."""
 ENVELOPE = re.compile(r"nrlre1:int(8|16|32):([1-9]\d{0,11})x([1-9]\d{0,11})x([1-9]\d{0,11}):", re.ASCII)
 """NeMo RL's, as in `nrlre1:int16:5x3x2:` with base64 behind it."""
 
 
 @dataclass(eq=False)
 class _Call:
-    """One call: the tokens of its prompt and generation, their routes, and the call that it goes on from."""
+    """One call: the tokens of its prompt and generation, the call that it goes on from, and the routes of all these."""
 
     name: str
     record: Mapping[str, Any]
     tokens_T: NDArray[np.int32]
     prompt: int
     parent: _Call | None
-    trace: RoutingTrace
     is_trained: bool
     has_children: bool = False
+    trace: RoutingTrace = field(init=False)
 
 
-def read_nemo_gym(entries: str | os.PathLike[str], *, model: RoutingSpec, weight_version: int) -> AgentRollout:
+def read_nemo_gym(
+    entries: str | os.PathLike[str], *, model: RoutingSpec, weight_version: WeightVersion
+) -> AgentRollout:
     """Read a rollout that NeMo Gym has captured and frozen: a sequence for each chain of its calls.
 
     A call that several chains share is trained on the first of them. A retry that no call goes on from is left out.
@@ -62,7 +75,8 @@ def read_nemo_gym(entries: str | os.PathLike[str], *, model: RoutingSpec, weight
     Args:
         entries: `<rollout>.tokens.jsonl`; the files beside it are looked at.
         model: experts, picks and routed layers. Routes may have these layers alone, or all decoder layers.
-        weight_version: the weights that made the rollout, which it does not say; -1 where they were several.
+        weight_version: the weights that made the rollout, which it does not say: a whole number where they were the
+            same for all of it, else a function of a call (its line, told by its `created_at`).
 
     Raises:
         CaptureError: when a file is missing, damaged or of another schema, or holds what cannot be true.
@@ -76,12 +90,13 @@ def read_nemo_gym(entries: str | os.PathLike[str], *, model: RoutingSpec, weight
     with naming(path):
         records = _records(content, state, path.name.removesuffix(SUFFIX))
         left_out = _unfinished(path, state, records)
-        paths: list[Path] = []
-        if not left_out:
-            calls = _join_calls(records, model, left_out)
-            _drop_retries(calls, left_out)
-            paths = [each for end in _ends(calls) if (each := _path(end, left_out)) is not None]
-        return rollout_of(paths, left_out, weight_version)
+        if left_out:
+            return rollout_of([], left_out)
+        calls = _join_calls(records, left_out)
+        _drop_retries(calls, left_out)
+        _route(calls, model, weight_version)
+        found = [each for end in _ends(calls) if (each := _path(end, left_out)) is not None]
+        return rollout_of(found, left_out)
 
 
 def _records(content: bytes, state: object, rollout: str) -> dict[str, Mapping[str, Any]]:
@@ -125,7 +140,7 @@ def _unfinished(path: FilePath, state: Mapping[str, Any], records: Mapping[str, 
     return [f"the rollout is left out: {reason}" for applies, reason in reasons if applies]
 
 
-def _join_calls(records: Mapping[str, Mapping[str, Any]], model: RoutingSpec, left_out: list[str]) -> list[_Call]:
+def _join_calls(records: Mapping[str, Mapping[str, Any]], left_out: list[str]) -> list[_Call]:
     """Return the calls, parents before children: what each adds to the tokens of its parent is checked."""
     parents = {name: record.get("parent_call_id") for name, record in sorted(records.items())}
     known = {name: [each] if isinstance(each, str) and each in records else [] for name, each in parents.items()}
@@ -134,33 +149,19 @@ def _join_calls(records: Mapping[str, Mapping[str, Any]], model: RoutingSpec, le
     except CycleError as error:
         raise CaptureError(f"calls are parents of each other in a circle: {shown(error.args[1])}") from error
     calls: dict[str, _Call] = {}
-    room = MOST_BYTES
+    room = MOST_TOKENS
     for name in order:
-        tokens = _tokens(name, records[name], calls, left_out)
-        if tokens is None:
-            continue
-        tokens_T, prompt, parent = tokens
-        # prompts that add to each other make many tokens of a few
-        room -= len(tokens_T) * (TOKEN_BYTES + model.num_layers * model.top_k)
+        call = _call(name, records[name], calls, left_out)
+        if call is not None:
+            calls[name] = call
+            room -= len(call.tokens_T)
         if room < 0:
-            raise CaptureError(f"its calls take more than {MOST_BYTES} bytes; expected those of one rollout")
-        is_trained = 0 < prompt < len(tokens_T)
-        if not is_trained:
-            generated = len(tokens_T) - prompt
-            left_out.append(
-                f"call {name:.40} is not trained: it has {prompt} tokens of a prompt and {generated} generated"
-            )
-        if parent is not None:
-            parent.has_children = True
-        trace = _captured(name, records[name], tokens_T, model)
-        calls[name] = _Call(name, records[name], tokens_T, prompt, parent, trace, is_trained)
+            raise CaptureError(f"its calls have more than {MOST_TOKENS} tokens together; expected those of one rollout")
     return list(calls.values())
 
 
-def _tokens(
-    name: str, record: Mapping[str, Any], calls: Mapping[str, _Call], left_out: list[str]
-) -> tuple[NDArray[np.int32], int, _Call | None] | None:
-    """Return the tokens of a call, how many are of its whole prompt, and its parent; None for a delta to nothing."""
+def _call(name: str, record: Mapping[str, Any], calls: Mapping[str, _Call], left_out: list[str]) -> _Call | None:
+    """Return one call with its whole prompt; None with a statement where it adds to a prompt that is not there."""
     what = f"call {name:.40}"
     own, generated = (
         as_int32(entries_of(record, each, int), name=f"{each} of {what}")
@@ -191,7 +192,12 @@ def _tokens(
     stated = record.get("cum_len"), record.get("digest")
     if (stated[0] is not None and stated[0] != len(tokens_T)) or stated[1] not in (None, _digest(tokens_T)):
         raise CaptureError(f"{what} has {len(tokens_T)} tokens that are not those of its cum_len and digest")
-    return tokens_T, len(own), parent
+    is_trained = bool(len(own) and len(generated))
+    if not is_trained:
+        left_out.append(f"{what} is not trained: it has {len(own)} tokens of a prompt and {len(generated)} generated")
+    if parent is not None:
+        parent.has_children = True
+    return _Call(name, record, tokens_T, len(own), parent, is_trained)
 
 
 def _digest(tokens_T: NDArray[np.int32]) -> str:
@@ -225,11 +231,22 @@ def _ends(calls: list[_Call]) -> list[_Call]:
     return sorted(ends, key=lambda call: call.name)
 
 
+def _route(calls: list[_Call], model: RoutingSpec, weight_version: WeightVersion) -> None:
+    """Give each call the routes that were captured with it."""
+    room = MOST_BYTES
+    for call in calls:  # parents before children
+        room -= len(call.tokens_T) * model.num_layers * model.top_k
+        if room < 0:
+            raise CaptureError(f"its chains take more than {MOST_BYTES} bytes; expected those of one rollout")
+        call.trace = _capture(call, model, weight_version)
+
+
 def _path(end: _Call, left_out: list[str]) -> Path | None:
     """Return the chain that ends in a call; None with a statement where it has no routes."""
     chain = [end]
     while (parent := chain[-1].parent) is not None:
         chain.append(parent)
+    # a row that an earlier call brought stays, with its weights
     trace = extended(*(call.trace for call in reversed(chain)))
     missing = int((~trace.valid_N[:-1]).sum())
     if missing == len(end.tokens_T) - 1:
@@ -243,21 +260,22 @@ def _path(end: _Call, left_out: list[str]) -> Path | None:
             call.is_trained = False  # on other chains
             sampled_T[call.prompt : len(call.tokens_T)] = True
             logprobs.append(_logprobs(call))
-    return path_of(end.name, trace, sampled_T, logprobs, "nemo-gym")
+    return path_of(end.name, trace.with_provenance(wire="nemo-gym"), sampled_T, logprobs)
 
 
-def _captured(name: str, record: Mapping[str, Any], tokens_T: NDArray[np.int32], model: RoutingSpec) -> RoutingTrace:
+def _capture(call: _Call, model: RoutingSpec, weight_version: WeightVersion) -> RoutingTrace:
     """Return the routes of one call."""
-    routes, length = record.get("routed_experts"), len(tokens_T)
+    routes, length = call.record.get("routed_experts"), len(call.tokens_T)
     if routes is None:
-        return RoutingTrace.unrouted(model, [tokens_T])
-    with naming(f"the routes of call {name:.40}"):
+        return RoutingTrace.unrouted(model, [call.tokens_T])
+    with naming(f"the routes of call {call.name:.40}"):
         rows = _routes(routes)
         if len(rows) not in (length, length - 1):
             raise CaptureError(f"{len(rows)} rows for {length} tokens; expected one for each, or for all but the last")
         valid = ~(rows == -1).all(axis=(1, 2))
         valid[length - 1 :] = False  # the last token was never an input
-        return trace_of(model, tokens_T, rows, valid)
+        trace = trace_of(model, call.tokens_T, rows, valid)
+    return trace.with_weight_version(version_of(call.record, weight_version))
 
 
 def _logprobs(call: _Call) -> NDArray[np.float64]:
@@ -283,5 +301,8 @@ def _routes(value: object) -> NDArray[Any]:
     head = ENVELOPE.match(value)
     if head is None:
         raise CaptureError(f"a text that begins with {shown(value[:60])}; expected nrlre1:int16:5x3x2: and base64")
-    bits, *shape = head.groups()
-    return read_table({"data": value[head.end() :], "shape": [*map(int, shape)], "dtype": f"int{bits}"}, "they")
+    data, shape = read_base64(value[head.end() :], "they"), tuple(map(int, head.groups()[1:]))
+    dtype = np.dtype(f"<i{int(head[1]) // 8}")
+    if len(data) != dtype.itemsize * prod(shape):
+        raise CaptureError(f"{len(data)} bytes for {dtype} of shape {shape}; were they cut?")
+    return np.frombuffer(data, dtype).reshape(shape)

@@ -2,21 +2,21 @@
 
 A record is a document of messages, each a node below the one it follows, and side files with arrays:
 
-    {id}.json.zst       nodes, and which paths train which of them
-    {id}.tokens.zst     token_ids, logprobs
-    {id}.experts.zst    routed_experts [rows, layers, K]
+    {id}.json.zst            nodes, and which paths train which of them
+    {id}.tokens.zst          token_ids, logprobs
+    {id}.experts.zst         routed_experts [rows, layers, K]
+    {id}.sampling_mask.zst   ids, offsets
 
 The last token that a call sampled was never an input of that call, so that its row is a copy of the row before. A later
 call that goes on from there puts the row in its place; a row that still equals the one before it is taken as absent. No
-pixels are recorded, and no weight version. Sampling masks are not read: what they belong to is not trained.
+pixels are recorded, and no weight version.
 """
 
 from __future__ import annotations
 
 import os
 from collections.abc import Mapping
-from dataclasses import dataclass
-from functools import partial
+from dataclasses import dataclass, replace
 from io import BytesIO
 from math import prod
 from pathlib import Path as FilePath
@@ -25,17 +25,31 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from foreroute.capture.agents import AgentRollout, Path, entries_of, naming, path_of, rollout_of, trace_of
+from foreroute.capture.agents import (
+    AgentRollout,
+    Path,
+    WeightVersion,
+    entries_of,
+    naming,
+    number_of,
+    path_of,
+    rollout_of,
+    trace_of,
+    version_of,
+)
 from foreroute.capture.arrays import MAX_TEXT, parse_text
-from foreroute.checks import as_int32, is_whole, whole_number
+from foreroute.capture.sampling_masks import mask_stream
+from foreroute.checks import as_int32, is_whole
 from foreroute.errors import CaptureError, shown
 from foreroute.files.regular import MOST_BYTES, read_file
-from foreroute.trace import RoutingSpec
+from foreroute.trace import NO_VERSION, SAMPLING, RoutingSpec
+from foreroute.trace.checks import ascending
 
 TYPES = {name: np.dtype(name).newbyteorder("<") for name in ("uint8", "uint16", "int16", "int32", "int64", "float64")}
 READ = {
     "tokens": {"token_ids": ("int32", 1), "logprobs": ("float64", 1)},
     "experts": {"routed_experts": ("uint8 uint16 int16 int32", 3)},
+    "sampling_mask": {"ids": ("int32", 1), "offsets": ("int64", 1)},
 }
 """The arrays that are read from each side file: their types and number of axes."""
 MOST_WINDOW = 1 << 25
@@ -43,29 +57,38 @@ MOST_WINDOW = 1 << 25
 AT_ONCE = 1 << 20
 NODE_BYTES = 256
 """What a node counts on a path, beside its tokens."""
-_number = partial(whole_number, least=0, error=CaptureError)
 
 
 @dataclass(frozen=True)
 class _Node:
-    """One message: where it hangs, where its tokens and rows lie, and what speaks against training on a reply."""
+    """One message: where it hangs, the call that made it first, and where its tokens, rows and masks lie."""
 
     parent: int | None
     is_model: bool
+    call: Mapping[str, Any]
     tokens: slice | None
     sampled: int
+    has_logprobs: bool
     experts: slice | None
+    masks: slice | None
     has_media: bool
-    objection: str
 
 
-def read_skycap(document: str | os.PathLike[str], *, model: RoutingSpec, weight_version: int) -> AgentRollout:
+def read_skycap(
+    document: str | os.PathLike[str],
+    *,
+    model: RoutingSpec,
+    weight_version: WeightVersion,
+    vocabulary_size: int | None = None,
+) -> AgentRollout:
     """Read a record of skycap: every path that its samples name, with the tokens that this path trains.
 
     Args:
         document: `{id}.json.zst`; its side files lie beside it.
         model: experts, picks and routed layers. Routes may have these layers alone, or all decoder layers.
-        weight_version: the weights that made the record, which does not say; -1 where they were several.
+        weight_version: the weights that made the record, which does not say: a whole number where they were the same
+            for all of it, else a function of a call (an entry of a node's `calls`, told by its `t_start`).
+        vocabulary_size: tokens of the model; needed where the record has sampling masks.
 
     Raises:
         CaptureError: when a file is missing, damaged or of another format, or holds what cannot be true.
@@ -76,104 +99,167 @@ def read_skycap(document: str | os.PathLike[str], *, model: RoutingSpec, weight_
         if not isinstance(record, Mapping) or not is_whole(version := record.get("format_version")) or version != 1:
             raise CaptureError(f"the document is {shown(record)}; expected a record of skycap with format_version 1")
         left_out: list[str] = []
-        paths: list[Path] = []
         samples = _samples_of(record, left_out)
-        if samples:
-            arrays = _side_files(FilePath(document).parent, record)
-            nodes = _nodes_of(record, arrays)
-            chains = _chains(samples, nodes, arrays)
-            found = (_path(*each, nodes, arrays, model, left_out) for each in chains)
-            paths = [path for path in found if path is not None]
-        return rollout_of(paths, left_out, weight_version)
+        if not samples:
+            return rollout_of([], left_out)
+        arrays = _side_files(FilePath(document).parent, record)
+        paths = _Paths(record, arrays, model, weight_version, vocabulary_size, left_out)
+        return rollout_of([path for each in samples if (path := paths.to(*each)) is not None], left_out)
 
 
-def _chains(
-    samples: list[tuple[int, list[int]]], nodes: list[_Node], arrays: Mapping[str, NDArray[Any]]
-) -> list[tuple[list[int], list[int]]]:
-    """Return the nodes from the first to the last of each path, and those of them that it trains."""
-    room, routes = MOST_BYTES, arrays.get("routed_experts", np.zeros((0, 1, 1), np.uint8))
-    token_bytes = routes.itemsize * prod(routes.shape[1:]) + 16
-    trained: set[int] = set()
-    chains = []
-    for leaf, targets in samples:
+class _Paths:
+    """The paths of a record, whose nodes are put together."""
+
+    def __init__(
+        self,
+        record: Mapping[str, Any],
+        arrays: Mapping[str, NDArray[Any]],
+        model: RoutingSpec,
+        weight_version: WeightVersion,
+        vocabulary_size: int | None,
+        left_out: list[str],
+    ) -> None:
+        self.nodes, self.arrays, self.model, self.left_out = _nodes_of(record, arrays), arrays, model, left_out
+        self.capture, self.weight_version = _object(record.get("capture"), "capture"), weight_version
+        self.vocabulary_size = vocabulary_size if any(node.masks for node in self.nodes) else 0
+        if self.vocabulary_size is None:
+            raise CaptureError("it has sampling masks, and the vocabulary is not known; pass vocabulary_size=")
+        self.trained: set[int] = set()
+        self.room = MOST_BYTES
+        # The call that computed the rows of a node: its own, or for a message of the client that of the first reply.
+        # The row of a reply's last token is that of the calls that go on from there.
+        self.caller: list[int | None] = [None] * len(self.nodes)
+        self.next_callers: list[set[int]] = [set() for _ in self.nodes]
+        reply_above: list[int | None] = []
+        for number, node in enumerate(self.nodes):
+            at = node.parent
+            reply_above.append(at if at is None or self.nodes[at].is_model else reply_above[at])
+            if not node.is_model:
+                continue
+            self.caller[number], before = number, reply_above[number]
+            if before is not None and node.experts is not None:
+                self.next_callers[before].add(number)
+            while at is not None and self.caller[at] is None:
+                self.caller[at], at = number, self.nodes[at].parent
+
+    def to(self, leaf: int, targets: list[int]) -> Path | None:
+        """Return the conversation that ends in a node; None with a statement where it cannot be trained on."""
         chain = [leaf]
-        while (above := nodes[chain[-1]].parent) is not None:
+        while (above := self.nodes[chain[-1]].parent) is not None:
             chain.append(above)
-        # a small record can name many long paths
-        room -= sum(NODE_BYTES + token_bytes * _size(nodes[number].tokens) for number in chain)
-        if room < 0:
-            raise CaptureError(f"its paths take more than {MOST_BYTES} bytes; expected those of one rollout")
+        self._take(len(chain) * NODE_BYTES)
+        chain.reverse()
+        place = {number: i for i, number in enumerate(chain)}
         for target in targets:
-            if target not in chain or not nodes[target].is_model or target in trained:
+            if target not in place or not self.nodes[target].is_model or target in self.trained:
                 raise CaptureError(
                     f"samples train node {target} on the path to {leaf}; expected replies of the model on this path, "
                     "and each of them once"
                 )
-            trained.add(target)
-        chains.append((chain[::-1], targets))
-    return chains
+            self.trained.add(target)
+        kept = {target for target in targets if self._can_train(target)}
+        reason = self._objection([self.nodes[i] for i in chain], kept)
+        if not reason:
+            path = self._join_path(chain[: max(place[target] for target in kept) + 1], kept)
+            if path is not None:
+                return path
+            reason = "it has no routes"
+        self.left_out.append(f"the path to node {leaf} is left out: {reason}")
+        return None
 
+    def _can_train(self, target: int) -> bool:
+        """Say whether a reply can be trained on; what speaks against it is stated."""
+        node, why = self.nodes[target], ""
+        if node.tokens is None or node.sampled >= node.tokens.stop:
+            why = "it has no sampled tokens"
+        elif not node.has_logprobs:
+            why = "it has no log-probs"
+        elif node.masks is None and self._was_cut(node):
+            why = "its log-probs are of a truncated distribution, and its masks were not recorded"
+        if why:
+            self.left_out.append(f"node {target} is not trained: {why}")
+        return not why
 
-def _path(
-    chain: list[int],
-    targets: list[int],
-    nodes: list[_Node],
-    arrays: Mapping[str, NDArray[Any]],
-    model: RoutingSpec,
-    left_out: list[str],
-) -> Path | None:
-    """Return the conversation along a chain; None with a statement where it cannot be trained on."""
-    left_out += [f"node {i} is not trained: {nodes[i].objection}" for i in targets if nodes[i].objection]
-    kept = [i for i in targets if not nodes[i].objection]
-    reason = "" if kept else "none of its replies can be trained"
-    if any(nodes[i].tokens is None for i in chain):
-        reason = "it has messages without tokens"
-    if any(nodes[i].has_media for i in chain):
-        reason = "it has images, whose pixels are not recorded, so that no forward can repeat it"
-    path = None if reason else _joined(chain[: max(map(chain.index, kept)) + 1], kept, nodes, arrays, model, left_out)
-    if path is None:
-        left_out.append(f"the path to node {chain[-1]} is left out: {reason or 'it has no routes'}")
-    return path
+    def _was_cut(self, node: _Node) -> bool:
+        """Say whether log-probs are of what top-p, top-k or min-p had left."""
+        asked = {**_object(node.call.get("sampling"), "sampling")}
+        asked |= _object(self.capture.get("sampling_overrides"), "sampling_overrides")
+        leaves_all = {"top_p": (None, 1), "top_k": (None, 0, -1), "min_p": (None, 0)}
+        is_cut = any(asked.get(name) not in values for name, values in leaves_all.items())
+        return is_cut and self.capture.get("logprobs_mode") == "processed_logprobs"
 
+    def _objection(self, nodes: list[_Node], kept: set[int]) -> str:
+        """Say why nothing on a path can be trained on; "" where something can."""
+        if any(node.has_media for node in nodes):
+            return "it has images, whose pixels are not recorded, so that no forward can repeat it"
+        if any(node.tokens is None for node in nodes):
+            return "it has messages without tokens"
+        return "" if kept else "none of its replies can be trained"
 
-def _joined(
-    chain: list[int],
-    kept: list[int],
-    nodes: list[_Node],
-    arrays: Mapping[str, NDArray[Any]],
-    model: RoutingSpec,
-    left_out: list[str],
-) -> Path | None:
-    """Join tokens, rows and log-probs of a chain; None where no row has a route."""
-    ends = np.cumsum([_size(nodes[number].tokens) for number in chain]).tolist()
-    length, routes = ends[-1], arrays.get("routed_experts", np.zeros((0, 1, 1), np.uint8))
-    spans = [nodes[number].tokens or slice(0, 0) for number in chain]
-    tokens_T = as_int32(np.concatenate([arrays["token_ids"][span] for span in spans]), name="token_ids")
-    rows_TAK = np.zeros((length, *routes.shape[1:]), routes.dtype)
-    routed_T, is_last_T, sampled_T = np.zeros((3, length), np.bool_)
-    logprobs = []
-    for number, span, end in zip(chain, spans, ends, strict=True):
-        node, start = nodes[number], end - _size(span)
-        if node.experts is not None:
-            rows_TAK[start:end], routed_T[start:end] = routes[node.experts], True
-        if node.is_model and end > start:
-            is_last_T[end - 1] = True
-        if number in kept:
-            sampled_T[end - (span.stop - node.sampled) : end] = True
-            logprobs.append(arrays["logprobs"][node.sampled : span.stop])
-    # it is the true one where it differs from the row before, which therefore must be there
-    same_T = np.append(True, (rows_TAK[1:] == rows_TAK[:-1]).all(axis=(1, 2)) | ~routed_T[:-1])
-    copied_T = routed_T & is_last_T & same_T
-    copied_T[-1] = routed_T[-1] = False  # the last token was never an input
-    for is_lost_T, why in (
-        (~routed_T[:-1], "the record has none"),
-        (copied_T, "a copy of the row before stands there"),
-    ):
-        if is_lost_T.any():
-            count = int(is_lost_T.sum())
-            left_out.append(f"the path to node {chain[-1]} has {count} rows without routes: {why}")
-    trace = trace_of(model, tokens_T, rows_TAK, routed_T & ~copied_T)
-    return path_of(str(chain[-1]), trace, sampled_T, logprobs, "skycap") if trace.valid_N.any() else None
+    def _join_path(self, chain: list[int], kept: set[int]) -> Path | None:
+        """Join tokens, rows, versions, masks and log-probs of a chain; None where no row has a route."""
+        nodes = [self.nodes[number] for number in chain]
+        spans = [node.tokens or slice(0, 0) for node in nodes]
+        ends = np.cumsum([span.stop - span.start for span in spans]).tolist()
+        length, routes = ends[-1], self.arrays.get("routed_experts", np.zeros((0, 1, 1), np.uint8))
+        self._take(length * (routes.itemsize * prod(routes.shape[1:]) + 16))
+        tokens_T = as_int32(np.concatenate([self.arrays["token_ids"][span] for span in spans]), name="token_ids")
+        rows_TAK = np.zeros((length, *routes.shape[1:]), routes.dtype)
+        routed_T, copied_T, sampled_T, masked_T = np.zeros((4, length), np.bool_)
+        versions_T, counts_T = np.full(length, NO_VERSION, np.int32), np.zeros(length, np.int64)
+        logprobs, ids = [], [np.zeros(0, np.int32)]
+        for number, node, span, end in zip(chain, nodes, spans, ends, strict=True):
+            start = end - (span.stop - span.start)
+            versions_T[start:end] = self._version({self.caller[number]})
+            if node.experts is not None:
+                rows_TAK[start:end], routed_T[start:end] = routes[node.experts], True
+            if node.is_model and end > start:
+                versions_T[end - 1] = self._version(self.next_callers[number])
+                # it is the true one where it differs from the row before, which therefore must be there
+                is_compared = bool(self.next_callers[number]) and end > 1 and routed_T[end - 2]
+                copied_T[end - 1] = not is_compared or bool((rows_TAK[end - 1] == rows_TAK[end - 2]).all())
+            if number in kept:
+                first = end - (span.stop - node.sampled)
+                sampled_T[first:end] = True
+                logprobs.append(self.arrays["logprobs"][node.sampled : span.stop])
+                if node.masks is not None:
+                    if first < 1 or node.masks.stop - node.masks.start != end - first:
+                        raise CaptureError(
+                            f"node {number} has {node.masks.stop - node.masks.start} sampling masks; expected one for "
+                            f"each of its {end - first} sampled tokens"
+                        )
+                    offsets = self.arrays["offsets"][node.masks.start : node.masks.stop + 1]
+                    masked_T[first - 1 : end - 1], counts_T[first - 1 : end - 1] = True, np.diff(offsets)
+                    ids.append(self.arrays["ids"][offsets[0] : offsets[-1]])
+        end_name = str(chain[-1])
+        copied_T &= routed_T
+        copied_T[-1] = routed_T[-1] = False  # the last token was never an input
+        for count, why in (
+            (int((~routed_T[:-1]).sum()), "the record has none"),
+            (int(copied_T.sum()), "a copy of the row before stands there"),
+        ):
+            if count:
+                self.left_out.append(f"the path to node {end_name} has {count} rows without routes: {why}")
+        trace = trace_of(self.model, tokens_T, rows_TAK, routed_T & ~copied_T)
+        versions_N = np.where(trace.valid_N, versions_T, np.int32(NO_VERSION))
+        trace = replace(trace, weight_versions_N=versions_N).with_provenance(wire="skycap")
+        if self.vocabulary_size:
+            stream = mask_stream(self.vocabulary_size, masked_T, counts_T, np.concatenate(ids), tokens_T)
+            trace = trace.with_stream(SAMPLING, stream)
+        return path_of(end_name, trace, sampled_T, logprobs) if trace.valid_N.any() else None
+
+    def _take(self, size: int) -> None:
+        """Count what all paths take together, before it is taken: a small record can name many long paths."""
+        self.room -= size
+        if self.room < 0:
+            raise CaptureError(f"its paths take more than {MOST_BYTES} bytes; expected those of one rollout")
+
+    def _version(self, callers: set[int] | set[int | None]) -> int:
+        """Return the weights of these calls; `NO_VERSION` where there is none, or they are of several."""
+        if not callable(self.weight_version):
+            return version_of({}, self.weight_version)
+        stated = {version_of(self.nodes[i].call, self.weight_version) for i in callers if i is not None}
+        return stated.pop() if len(stated) == 1 else NO_VERSION
 
 
 def _samples_of(record: Mapping[str, Any], left_out: list[str]) -> list[tuple[int, list[int]]]:
@@ -191,7 +277,7 @@ def _samples_of(record: Mapping[str, Any], left_out: list[str]) -> list[tuple[in
         numbers = [row.get("leaf"), *entries_of(row, "targets", int)]
         if len(numbers) == 1:
             continue  # it trains nothing
-        leaf, *targets = (_number(number, name="a node of samples", most=count - 1) for number in numbers)
+        leaf, *targets = (number_of(number, name="a node of samples", most=count - 1) for number in numbers)
         found.append((leaf, targets))
     if not found:
         left_out.append("the record is left out: its samples train no reply")
@@ -201,59 +287,49 @@ def _samples_of(record: Mapping[str, Any], left_out: list[str]) -> list[tuple[in
 def _nodes_of(record: Mapping[str, Any], arrays: Mapping[str, NDArray[Any]]) -> list[_Node]:
     """Read the nodes; slices of arrays ascend from node to node, so that no row belongs to two."""
     nodes: list[_Node] = []
-    most = {"tokens": len(arrays.get("token_ids", ())), "experts": len(arrays.get("routed_experts", ()))}
+    most = {
+        "tokens": len(arrays.get("token_ids", ())),
+        "experts": len(arrays.get("routed_experts", ())),
+        "mask": max(len(arrays.get("offsets", ())) - 1, 0),
+    }
     used = dict.fromkeys(most, 0)
 
     def part(number: int, kind: str, start: object, size: object) -> slice:
         what = f"the {kind} of node {number}"
-        first = _number(start, name=f"the start of {what}", most=most[kind], least=used[kind])
-        count = _number(size, name=f"the length of {what}", most=most[kind] - first)
+        first = number_of(start, name=f"the start of {what}", most=most[kind], least=used[kind])
+        count = number_of(size, name=f"the length of {what}", most=most[kind] - first)
         used[kind] = first + count
         return slice(first, first + count)
 
     for number, entry in enumerate(entries_of(record, "nodes", dict)):
         parent, author, held = entry.get("parent"), entry.get("author"), entry.get("tokens")
         if parent is not None:
-            parent = _number(parent, name=f"the parent of node {number}", most=number - 1)
+            parent = number_of(parent, name=f"the parent of node {number}", most=number - 1)
         if author not in ("client", "model") or entry.get("id") != number:
             raise CaptureError(
                 f"node {number} has the id {shown(entry.get('id'))} and the author {shown(author)}; expected its "
                 "number, and client or model"
             )
-        is_model, held = author == "model", _object(held, f"tokens of node {number}")
-        tokens = experts = None
-        sampled = 0
-        if entry.get("tokens") is not None:
+        is_model = author == "model"
+        calls: list[Any] = entries_of(entry, "calls", dict) if is_model else [{}]
+        if not calls:
+            raise CaptureError(f"node {number} is a reply without a call")
+        tokens = experts = masks = None
+        sampled, has_logprobs, has_media = 0, False, False
+        if held is not None:
+            held = _object(held, f"tokens of node {number}")
             tokens = part(number, "tokens", held.get("offset"), held.get("length"))
             if held.get("experts_offset") is not None and held.get("experts_rows") != 0:
                 rows = part(number, "experts", held["experts_offset"], held.get("experts_rows"))
                 experts = rows if _size(rows) == _size(tokens) else None
+            if held.get("mask_offset") is not None and held.get("mask_rows") != 0:
+                masks = part(number, "mask", held["mask_offset"], held.get("mask_rows"))
             if is_model:
                 begins = held.get("sampled_start")
-                sampled = tokens.start + _number(begins, name=f"sampled_start of node {number}", most=_size(tokens))
-        objection = ""
-        if is_model:
-            calls = entries_of(entry, "calls", dict)
-            if not calls:
-                raise CaptureError(f"node {number} is a reply without a call")
-            if _was_cut(record, calls[0]):
-                objection = "its log-probs are of a truncated distribution, whose masks are not read"
-        if held.get("has_logprobs") is not True:
-            objection = "it has no log-probs"
-        if tokens is None or sampled >= tokens.stop:
-            objection = "it has no sampled tokens"
-        nodes.append(_Node(parent, is_model, tokens, sampled, experts, bool(held.get("media")), objection))
+                sampled = tokens.start + number_of(begins, name=f"sampled_start of node {number}", most=_size(tokens))
+            has_logprobs, has_media = held.get("has_logprobs") is True, bool(held.get("media"))
+        nodes.append(_Node(parent, is_model, calls[0], tokens, sampled, has_logprobs, experts, masks, has_media))
     return nodes
-
-
-def _was_cut(record: Mapping[str, Any], call: Mapping[str, Any]) -> bool:
-    """Say whether log-probs are of what top-p, top-k or min-p had left."""
-    capture = _object(record.get("capture"), "capture")
-    asked = {**_object(call.get("sampling"), "sampling")}
-    asked |= _object(capture.get("sampling_overrides"), "sampling_overrides")
-    leaves_all = {"top_p": (None, 1), "top_k": (None, 0, -1), "min_p": (None, 0)}
-    is_cut = any(asked.get(name) not in values for name, values in leaves_all.items())
-    return is_cut and capture.get("logprobs_mode") == "processed_logprobs"
 
 
 def _side_files(folder: FilePath, record: Mapping[str, Any]) -> dict[str, NDArray[Any]]:
@@ -278,6 +354,8 @@ def _side_files(folder: FilePath, record: Mapping[str, Any]) -> dict[str, NDArra
             found[each] = np.frombuffer(content, dtype, prod(shape), start).reshape(shape)
     if len(found.get("token_ids", ())) != len(found.get("logprobs", ())):
         raise CaptureError(f"there are {len(found['token_ids'])} tokens and {len(found['logprobs'])} log-probs")
+    if "offsets" in found and not ascending(found["offsets"], len(found["ids"])):
+        raise CaptureError("offsets of sampling masks do not ascend from 0 to the number of their ids")
     return found
 
 
@@ -289,8 +367,8 @@ def _place_of(name: str, stated: object) -> tuple[np.dtype[Any], tuple[int, ...]
         raise CaptureError(
             f"the array {name:.40} is {shown(dtype)} of shape {shown(shape)}; expected {', '.join(TYPES)}"
         )
-    sizes = [_number(size, name="an axis", most=MOST_BYTES) for size in shape]
-    first = _number(start, name=f"the offset of {name:.40}", most=MOST_BYTES)
+    sizes = [number_of(size, name="an axis", most=MOST_BYTES) for size in shape]
+    first = number_of(start, name=f"the offset of {name:.40}", most=MOST_BYTES)
     if first % 8:
         raise CaptureError(f"{name:.40} begins at byte {first}; expected a multiple of 8")
     return TYPES[dtype], tuple(sizes), first
@@ -320,6 +398,6 @@ def _object(value: object, what: str) -> Mapping[str, Any]:
     return value or {}
 
 
-def _size(span: slice | None) -> int:
-    """Return the length of a slice; 0 for none."""
-    return 0 if span is None else int(span.stop - span.start)
+def _size(span: slice) -> int:
+    """Return the length of a slice."""
+    return int(span.stop - span.start)
