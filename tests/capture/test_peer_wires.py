@@ -114,18 +114,39 @@ def packed(rollouts, padding=0):
 def test_a_packed_batch_is_cut_by_its_positions():
     batch = packed(ALL)
     assert decode(batch, model=R.spec).equals(fr.concatenate(KNOWN))
-    stated = {"attention_mask": None, "seq_lens": [len(r.tokens) for r in ALL]}
-    assert decode(batch | stated, model=R.spec).equals(fr.concatenate(KNOWN))
+    assert decode(batch | {"attention_mask": None}, model=R.spec).equals(fr.concatenate(KNOWN))
     behind = decode(packed(ALL, padding=5), model=R.spec)  # a sequence of its own, without routes
     assert behind.select([0, 1, 2]).equals(fr.concatenate(KNOWN))
     assert not behind.select([3]).valid_N.any()
+
+
+def test_padding_of_packed_rows_is_left_out_by_the_lengths():
+    rows, lengths = [packed(ALL, padding=5), packed(ALL[::-1], padding=5)], [len(r.tokens) for r in ALL]
+    batch = {name: torch.cat([row[name] for row in rows]) for name in rows[0]}
+    found = decode(batch | {"seq_lens": lengths + lengths[::-1]}, model=R.spec)
+    assert found.equals(fr.concatenate([*KNOWN, *KNOWN[::-1]]))
+    batch["position_ids"][:, -5:] = 0  # the first of them a sequence, and four of padding
+    lengths = [*lengths, 1, *lengths[::-1], 1]
+    assert decode(batch | {"seq_lens": lengths}, model=R.spec).lengths.tolist() == lengths
+
+
+def test_lengths_that_are_not_those_of_a_packed_batch_are_refused():
+    batch, lengths = packed(ALL, padding=2), [len(r.tokens) for r in ALL]
+    for wrong in (lengths[::-1], [*lengths, 3], lengths + lengths, [[7]], [n + 1 for n in lengths], [-7, 3, 11]):
+        with pytest.raises(CaptureError, match=r"seq_lens are .*at least|shape"):
+            decode(batch | {"seq_lens": wrong}, model=R.spec)
+    for outside in (lengths[:2], [5, 3, 11]):
+        with pytest.raises(CaptureError, match=r"seq_lens are .*routes outside"):
+            decode(batch | {"seq_lens": outside}, model=R.spec)
+    batch["position_ids"][0, 3] += 1
+    with pytest.raises(CaptureError, match=r"seq_lens are .*from 0"):
+        decode(batch | {"seq_lens": lengths}, model=R.spec)
 
 
 @pytest.mark.parametrize(
     ("change", "match"),
     [
         (lambda batch: batch.pop("position_ids"), "lacks position_ids; expected .*attention_mask .*or position_ids"),
-        (lambda batch: batch.update(seq_lens=[7, 3]), "seq_lens are .*cut padding off"),
         (lambda batch: batch["position_ids"].add_(1), "expected whole numbers that count from 0"),
         (lambda batch: batch["position_ids"][0, -2:].zero_(), "a 0 before another 0 or at the end of a row"),
         (

@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -13,15 +14,15 @@ from numpy.typing import NDArray
 
 from foreroute.capture.arrays import as_integers
 from foreroute.checks import as_array
-from foreroute.errors import CaptureError, shown
+from foreroute.errors import CaptureError
 
 
 def sequences_of(fields: Mapping[str, Any]) -> Iterator[tuple[NDArray[Any], NDArray[np.bool_], NDArray[Any]]]:
     """Give for each sequence of a batch: rows [T, layers, K], which of them were routed [T], and tokens [T].
 
     Fields are `routed_experts` [b, width, layers, K], `input_ids` and `attention_mask` [b, width]; without a mask,
-    `position_ids` [b, width] are 0 where a sequence begins. `seq_lens` [S] must be the lengths that these say. A row of
-    -1 throughout counts as routed in what is given.
+    `position_ids` [b, width] are 0 where a sequence begins. With `seq_lens` [S] what is behind a sequence is padding,
+    also where mask and positions count it or start anew. A row of -1 throughout counts as routed in what is given.
     """
     by = "position_ids" if fields.get("attention_mask") is None else "attention_mask"
     if missing := [name for name in ("routed_experts", "input_ids", by) if fields.get(name) is None]:
@@ -38,16 +39,29 @@ def sequences_of(fields: Mapping[str, Any]) -> Iterator[tuple[NDArray[Any], NDAr
         )
     # whatever stands for no route, in padding too: no row of a router holds expert 0 alone, but with one pick
     routed_BT = routes.max(axis=(2, 3), initial=0) > 0
+    lengths_S = None if fields.get("seq_lens") is None else as_integers(fields["seq_lens"], "seq_lens").astype(np.int64)
     if by == "attention_mask":
         places = [*enumerate(kept_by_mask(found_by))]
-    else:
+    elif lengths_S is None:
         places = [(row, kept) for row, positions in enumerate(found_by) for kept in packed_places(positions)]
-    lengths, stated = [kept.stop - kept.start for _, kept in places], fields.get("seq_lens")
-    if stated is not None and as_integers(stated, "seq_lens").tolist() != lengths:
-        raise CaptureError(
-            f"seq_lens are {shown(stated)}, and {by} has sequences of {lengths[:8]} tokens; cut padding off the batch, "
-            "or mask it, and leave seq_lens out"
-        )
+    else:
+        ends = [
+            (row, *np.flatnonzero(positions == 0).tolist(), len(positions)) for row, positions in enumerate(found_by)
+        ]
+        places = [(row, slice(*pair)) for row, *each in ends for pair in pairwise(each)]
+        places = without_padding(lengths_S.reshape(-1).tolist(), places, routed_BT)
+    if lengths_S is not None:
+        places = cut_to(lengths_S, places)
+        left_out_BT = routed_BT.copy()
+        for b, kept in places:
+            left_out_BT[b, kept] = False
+            positions_T = np.arange(kept.stop - kept.start)
+            left_out_BT[b] |= by == "position_ids" and not np.array_equal(found_by[b, kept], positions_T)
+        if left_out_BT.any():
+            raise CaptureError(
+                f"seq_lens are {lengths_S[:8].tolist()}, and there are routes outside of these tokens, or their "
+                "position_ids do not count from 0; pass those of the same batch"
+            )
     last_routed_S = np.array([kept.stop > kept.start and routed_BT[b, kept.stop - 1] for b, kept in places])
     ends_unrouted = any(
         routed_BT[b, kept].any() and not last for (b, kept), last in zip(places, last_routed_S, strict=True)
@@ -80,9 +94,35 @@ def packed_places(positions_T: NDArray[Any]) -> list[slice]:
     if (lengths == 1).any():
         raise CaptureError(
             f"position_ids have a 0 before another 0 or at the end of a row ({positions_T[:8].tolist()}...), as "
-            "padding has, and no sequence of two tokens; pass attention_mask, or cut the padding off"
+            "padding has, and no sequence of two tokens; pass attention_mask or seq_lens, or cut the padding off"
         )
     return [slice(int(start), int(start + length)) for start, length in zip(starts, lengths, strict=True)]
+
+
+def without_padding(
+    lengths: list[int], places: list[tuple[int, slice]], routed_BT: NDArray[np.bool_]
+) -> list[tuple[int, slice]]:
+    """Leave out places that are padding, as they have no route, stand behind all routes of a row, and fit no length."""
+    routes_ahead_BT = np.logical_or.accumulate(routed_BT[:, ::-1], axis=1)[:, ::-1]
+    kept: list[tuple[int, slice]] = []
+    for number, (b, at) in enumerate(places):
+        if len(kept) == len(lengths):
+            break
+        may_be_padding = len(places) - number > len(lengths) - len(kept) and not routes_ahead_BT[b, at.start]
+        if not may_be_padding or lengths[len(kept)] == at.stop - at.start:
+            kept.append((b, at))
+    return kept
+
+
+def cut_to(lengths_S: NDArray[np.int64], places: list[tuple[int, slice]]) -> list[tuple[int, slice]]:
+    """Cut the place of each sequence to its length."""
+    rooms_S = np.array([kept.stop - kept.start for _, kept in places])
+    if lengths_S.shape != rooms_S.shape or ((lengths_S < 1) | (lengths_S > rooms_S)).any():
+        raise CaptureError(
+            f"seq_lens are {lengths_S[:8].tolist()}, and attention_mask or position_ids have sequences of up to "
+            f"{rooms_S[:8].tolist()} tokens; expected at least as many. Pass those of the same batch"
+        )
+    return [(b, slice(at.start, at.start + n)) for (b, at), n in zip(places, lengths_S.tolist(), strict=True)]
 
 
 def kept_by_mask(mask_BT: NDArray[Any]) -> list[slice]:
