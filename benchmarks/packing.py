@@ -47,36 +47,37 @@ TIMES = 64
 """What counts of recorded sequences are multiplied with, where passes are modelled."""
 RECORDED = ((8, 1), (8, 4), (16, 1))
 """Ranks, and sequences of a rank in a micro-step."""
-DRAWN: tuple[tuple[str, int, int, int], ...] = (
-    ("R8", 1, 32, 8),
-    ("R8", 4, 32, 8),
-    ("G8", 4, 32, 8),
-    ("G16", 4, 16, 8),
-    ("G64", 4, 4, 48),  # 1,024 sequences x 48 layers x 64 ranks
+DRAWN: tuple[tuple[str, int, int, int, int], ...] = (
+    ("R8", 1, 32, 8, 1),
+    ("R8", 4, 32, 8, 1),
+    ("G8", 4, 32, 8, 1),
+    ("G8", 4, 8, 8, 4),
+    ("G16", 4, 16, 8, 1),
+    ("G64", 4, 4, 48, 1),  # 1,024 sequences x 48 layers x 64 ranks
 )
-"""Preset, sequences of a rank in a micro-step, micro-steps, layers."""
+"""Preset, sequences of a rank in a micro-step, micro-steps of a group, layers, groups."""
 
 
 def run(*, quick: bool) -> dict[str, Any]:
     """Give the figures of every case."""
     cases = {}
-    for preset, sequences, micro_steps, layers in DRAWN:
+    for preset, sequences, micro_steps, layers, groups in DRAWN:
         base = WORKLOADS[preset]
         workload = replace(
             replace(base, mean_length=6000) if sequences == 1 else base,
-            num_micro_steps=micro_steps,
+            num_micro_steps=micro_steps * groups,
             num_layers=layers,
             sequences_per_rank=(sequences, sequences),
         )
         step = workload.draw(seed=0)
+        name = f"{preset.lower()}_n{sequences}" + f"_groups{groups}" * (groups > 1)
         rows_S = step.rows_S.astype(np.int64)
-        case = _case(step.sequence_counts(), rows_S, workload.num_ranks, micro_steps)
-        cases[f"{preset.lower()}_n{sequences}"] = case[0]
+        cases[name] = _case(step.sequence_counts(), rows_S, workload.num_ranks, micro_steps, groups)[0]
     if not quick and (found := _recorded()) is not None:
         counts_SLE, rows_S = found[-1]
         for ranks, sequences in RECORDED:
             micro_steps = len(rows_S) // (ranks * sequences)
-            figures, packings = _case(counts_SLE, rows_S, ranks, micro_steps)
+            figures, packings = _case(counts_SLE, rows_S, ranks, micro_steps, 1)
             figures |= _planned(counts_SLE, packings) | _at_homes(found, ranks, micro_steps)
             cases[f"recorded_g{ranks}_n{sequences}"] = figures
     return {"metrics": {"packing": cases}}
@@ -95,20 +96,17 @@ def _recorded() -> list[tuple[Ints, Ints]] | None:
 
 
 def _case(
-    counts_SLE: NDArray[Any], rows_S: Ints, ranks: int, micro_steps: int
+    counts_SLE: NDArray[Any], rows_S: Ints, ranks: int, micro_steps: int, groups: int
 ) -> tuple[dict[str, float], tuple[Packing, Packing]]:
     """Pack by length and by routes."""
-    budget = _budget(rows_S, ranks * micro_steps)
+    budget = _budget(rows_S, ranks * groups * micro_steps)
     begin = time.process_time()
-    by_length = pack_sequences(rows_S, ranks, budget, square_cost=SQUARE)
+    by_length = pack_sequences(rows_S, ranks * groups, budget, square_cost=SQUARE)
     middle = time.process_time()
-    asked: dict[str, Any] = {"token_budget": budget, "square_cost": SQUARE}
-    packed = exchange_sequences(by_length, rows_S, counts_SLE, keep_ranks=False, **asked)
+    packed = pack_sequences(rows_S, ranks * groups, budget, square_cost=SQUARE, counts=counts_SLE, groups=groups)
     end, found = time.process_time(), packed.certificate
-    kept = exchange_sequences(by_length, rows_S, counts_SLE, **asked).certificate  # as a trainer does
     assert found is not None
-    assert kept is not None
-    mean = float(counts_SLE.sum(dtype=np.int64)) / ranks
+    mean = float(counts_SLE.sum(dtype=np.int64)) / (ranks * groups)
     figures = {
         "over_bound": found.over_bound,
         "by_length_over_bound": found.by_length / found.bound,
@@ -117,11 +115,22 @@ def _case(
         "sequences": len(rows_S),
         "micro_steps": packed.num_micro_steps,
         "processor_s": end - middle,
-        "on_own_rank_over_bound": kept.over_bound,
-        "on_own_rank_processor_s": time.process_time() - end,
+        **_on_own_rank(by_length, rows_S, counts_SLE, budget, groups),
         "by_length_processor_s": middle - begin,
     }
     return figures, (by_length, packed)
+
+
+def _on_own_rank(
+    by_length: Packing, rows_S: Ints, counts_SLE: NDArray[Any], budget: int, groups: int
+) -> dict[str, float]:
+    """Exchange sequences on the rank that has them by length, as a trainer does."""
+    if groups > 1:  # each of them for itself
+        return {}
+    begin = time.process_time()
+    found = exchange_sequences(by_length, rows_S, counts_SLE, token_budget=budget, square_cost=SQUARE).certificate
+    assert found is not None
+    return {"on_own_rank_over_bound": found.over_bound, "on_own_rank_processor_s": time.process_time() - begin}
 
 
 def _budget(rows_S: Ints, places: int) -> int:

@@ -170,7 +170,7 @@ def test_traces_are_packed_by_length_or_by_routes_for_the_homes_of_the_step(file
         assert step.tokens_digest == by_length.tokens_digest
         assert "16 sequences by routes" in step.facts["packing"]
     output = tmp_path / "plan.safetensors"
-    run = {"baselines": False, "overwrite": False, "step": traces, "token_budget": 40}
+    run = {"baselines": False, "overwrite": False, "rows": False, "step": traces, "token_budget": 40}
     run_plan(files / "cluster.toml", options, output, **run)
     made = load_plan(output)
     verify(made, step.counts_MLGE, options)

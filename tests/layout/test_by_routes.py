@@ -32,16 +32,18 @@ def homes_of(seed, layers, experts, ranks):
     return np.stack([rng.permutation(np.arange(experts) % ranks) for _ in range(layers)])
 
 
-def slowest_of(micro_step_S, counts, homes, micro_steps, ranks):
-    """By the definition, in loops: [micro-step], the sum over layers of the slowest rank."""
-    sums = np.zeros(micro_steps, int)
-    for m in range(micro_steps):
+def slowest_of(micro_step_S, rank_S, counts, homes, micro_steps, ranks, groups):
+    """By the definition, in loops: [group][micro-step], the sum over layers of the slowest rank."""
+    in_group = ranks // groups
+    sums = np.zeros((groups, micro_steps), int)
+    for group, m in np.ndindex(groups, micro_steps):
+        there = np.flatnonzero((micro_step_S == m) & (rank_S // in_group == group))
         for layer in range(counts.shape[1]):
-            loads = [0] * ranks
-            for s in np.flatnonzero(micro_step_S == m):
+            loads = [0] * in_group
+            for s in there:
                 for expert, count in enumerate(counts[s, layer]):
                     loads[homes[layer][expert]] += int(count)
-            sums[m] += max(loads)
+            sums[group, m] += max(loads)
     return sums
 
 
@@ -56,22 +58,115 @@ def held_by(packing, lengths, padded=False, square=0.0):
     return tokens, costs
 
 
-def require_certificate(before, after, lengths, counts, homes, expert_ranks, *, padded=False, square=0.0):
-    """It says what a packing holds, and of each micro-step neither attention nor tokens grew by much."""
+def require_certificate(before, after, lengths, counts, homes, expert_ranks, *, groups=1, padded=False, square=0.0):
+    """It says what a packing holds, and of each group's micro-step neither attention nor tokens grew by much.
+
+    Returns the sums over layers of the slowest rank, [group][micro-step].
+    """
     assert (after.num_micro_steps, after.num_ranks) == (before.num_micro_steps, before.num_ranks)
     assert after.micro_step_S.dtype == after.rank_S.dtype == np.int32
     sums, tokens, costs = [], [], []
     for each in (before, after):
-        sums.append(slowest_of(each.micro_step_S, counts, homes, each.num_micro_steps, expert_ranks).sum())
+        group_S = each.rank_S // (each.num_ranks // groups)
+        sizes = each.num_micro_steps, groups * expert_ranks, groups
+        sums.append(slowest_of(each.micro_step_S, group_S * expert_ranks, counts, homes, *sizes))
         for found, values in zip((tokens, costs), held_by(each, lengths, padded, square), strict=True):
             # attention waits for the dearest rank, and who has most tokens sends most rows
-            found.append(values.max(axis=1).sum())
+            found.append(values.reshape(each.num_micro_steps, groups, -1).max(axis=2).sum())
     assert tokens[1] <= (1 + MOST_DEARER) * tokens[0]
     assert costs[1] <= (1 + MOST_DEARER) * costs[0] + 1e-6
     found = after.certificate
     assert found.attention == pytest.approx(costs[1] / costs[0] if costs[0] else 1.0)
-    assert [found.by_length, found.slowest] == sums
+    assert (found.by_length, found.slowest) == tuple(each.sum(axis=1).max() for each in sums)
     assert found.bound <= found.slowest <= found.by_length
+    return sums[1]
+
+
+@pytest.mark.parametrize(("groups", "seed"), [(1, 0), (1, 1), (2, 3)])
+def test_no_packing_of_a_few_sequences_passes_the_bound(groups, seed):
+    """All packings, whatever their tokens: the least is at or above the bound, and the packing near the least."""
+    lengths, counts = drawn(seed, 6, layers=2, experts=4, shortest=20)
+    ranks, homes = 2 * groups, homes_of(seed, 2, 4, 2)
+    budget = max(int(lengths.max()), int(lengths.sum()) // (ranks + 1))
+    packed = pack_sequences(lengths, ranks, budget, counts=counts, homes=homes, groups=groups)
+    num = packed.num_micro_steps
+    assert num >= 2
+    bins, least = num * groups, []
+    # experts take what a group's ranks send, so that the rank within a group does not matter
+    for chosen in product(range(bins), repeat=len(lengths)):
+        micro_step_S, rank_S = np.array(chosen) // groups, np.array(chosen) % groups * 2
+        least.append(slowest_of(micro_step_S, rank_S, counts, homes, num, ranks, groups).sum(axis=1).max())
+    assert packed.certificate.bound <= min(least) <= packed.certificate.slowest
+    # all in one micro-step reach the bound of one group, whatever the budget says
+    assert groups > 1 or packed.certificate.bound == min(least)
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    seed=st.integers(0, 2**32 - 1),
+    sequences=st.integers(1, 40),
+    layers=st.sampled_from([1, 3, 8, 9]),
+    ranks=st.sampled_from([(1, 1), (2, 1), (4, 1), (4, 2), (4, 4)]),
+    spare=st.integers(0, 60),
+    square=st.sampled_from([0.0, 0.05]),
+    shortest=st.integers(0, 1),
+)
+@example(seed=0, sequences=16, layers=1, ranks=(2, 1), spare=0, square=0.05, shortest=0)  # where tokens bind
+def test_places_keep_their_budgets_and_the_certificate_says_what_they_hold(
+    seed, sequences, layers, ranks, spare, square, shortest
+):
+    num_ranks, groups = ranks
+    lengths, counts = drawn(seed, sequences, layers, shortest=shortest)
+    homes = homes_of(seed, layers, 8, num_ranks // groups)
+    budget = int(lengths.max()) + spare
+    by_length = pack_sequences(lengths, num_ranks, budget, square_cost=square)
+    asked = {"square_cost": square, "homes": homes, "groups": groups}
+    packed = pack_sequences(lengths, num_ranks, budget, counts=counts, **asked)
+    num, found = packed.num_micro_steps, packed.certificate
+    # every sequence once, within the budget
+    assert len(packed.micro_step_S) == sequences
+    assert 0 <= packed.micro_step_S.min() <= packed.micro_step_S.max() < num
+    assert 0 <= packed.rank_S.min() <= packed.rank_S.max() < num_ranks
+    assert held_by(packed, lengths)[0].max() <= budget
+    after = require_certificate(
+        by_length, packed, lengths, counts, homes, num_ranks // groups, groups=groups, square=square
+    )
+    if found.slowest < found.by_length:
+        # no two micro-steps of the slowest group and of another are better exchanged
+        sums = after.sum(axis=1)
+        slowest = sums.argmax()
+        for other, m, n in np.ndindex(groups, num, num):
+            less = after[slowest, m] - after[other, n]
+            assert other == slowest or max(sums[slowest] - less, sums[other] + less) >= sums[slowest]
+    again = pack_sequences(lengths, num_ranks, budget, counts=counts.astype(np.int32), **asked)
+    assert np.array_equal(again.micro_step_S, packed.micro_step_S)
+    assert np.array_equal(again.rank_S, packed.rank_S)
+
+
+@pytest.mark.parametrize(
+    ("change", "error", "message"),
+    [
+        ({"counts": np.ones((2, 1, 4), int)}, LayoutError, "counts.*3 sequences"),
+        ({"counts": np.ones((3, 1, 4))}, LayoutError, "float64.*expected integers"),
+        ({"counts": np.ones((3, 0, 4), int)}, LayoutError, "0 layers.*at least one"),
+        ({"counts": np.full((3, 1, 4), 8)}, LayoutError, "sequence 0.*7 tokens"),
+        ({"counts": np.full((3, 1, 4), -1)}, LayoutError, "sequence 0.*from -1"),
+        ({"counts": np.ones((3, 1, 3), int)}, LayoutError, "3 experts.*pass homes"),
+        ({"homes": [[0, 0, 1, 2]]}, LayoutError, "to 2.*0 to 1"),
+        ({"homes": [[0, 0, 1]]}, LayoutError, "homes.*layers and experts"),
+        ({"groups": 3}, LayoutError, "2 ranks.*3 equal"),
+        ({"counts": None, "homes": [[0, 0, 1, 1]]}, ConfigError, "homes.*counts"),
+        (
+            {"lengths": [2**30] * 3, "token_budget": 2**31, "counts": np.full((3, 1, 4), 2**30)},
+            LayoutError,
+            "layer.*in parts",
+        ),
+    ],
+)
+def test_impossible_packings_by_routes_are_refused(change, error, message):
+    asked = {"lengths": [7, 9, 8], "num_ranks": 2, "token_budget": 20, "counts": np.ones((3, 1, 4), int)} | change
+    with pytest.raises(error, match=message):
+        pack_sequences(**asked)
 
 
 @settings(max_examples=50, deadline=None)
@@ -114,8 +209,8 @@ def test_sequences_are_exchanged_within_the_budget_and_on_their_own_rank_if_aske
         assert sizes[0] == sizes[1]
     assert held_by(after, lengths, padded)[0].max() <= most + (spare or 0)
     require_certificate(before, after, lengths, counts, homes, expert_ranks, padded=padded, square=square)
-    # all in one micro-step reach the bound, whatever the budget says
-    assert after.certificate.bound == slowest_of(np.zeros(sequences, int), counts, homes, 1, expert_ranks).sum()
+    nowhere = np.zeros(sequences, int)
+    assert after.certificate.bound == slowest_of(nowhere, nowhere, counts, homes, 1, expert_ranks, 1).sum()
     again = exchange_sequences(before, lengths, counts.astype(np.int32), **asked)
     assert np.array_equal(again.micro_step_S, after.micro_step_S)
 
@@ -135,7 +230,7 @@ def test_a_few_sequences_are_exchanged_as_well_as_can_be(seed, padded):
     budget, limit = int(tokens.max()), (1 + MOST_DEARER) * tokens.max(axis=1).sum()
     held = (held_by(each, lengths, padded)[0] for each in arrangements)
     least = min(
-        slowest_of(each.micro_step_S, counts, homes, 3, 2).sum()
+        slowest_of(each.micro_step_S, np.zeros(2 * own, int), counts, homes, 3, 2, 1).sum()
         for each, tokens in zip(arrangements, held, strict=True)
         if tokens.max() <= budget and tokens.max(axis=1).sum() <= limit
     )
@@ -149,15 +244,6 @@ def test_a_few_sequences_are_exchanged_as_well_as_can_be(seed, padded):
         ({"lengths": [7, 9]}, "2 lengths.*3 sequences"),
         ({"packing": Packing(np.array([0, 2, 1]), np.zeros(3, int), 2, 2)}, "sequence 1.*micro-step 2.*0 to 1"),
         ({"token_budget": 15}, "micro-step 0 of rank 0.*16 tokens.*budget is 15"),
-        ({"counts": np.ones((2, 1, 4), int)}, "counts.*3 sequences"),
-        ({"counts": np.ones((3, 1, 4))}, "float64.*expected integers"),
-        ({"counts": np.ones((3, 0, 4), int)}, "0 layers.*at least one"),
-        ({"counts": np.full((3, 1, 4), 8)}, "sequence 0.*7 tokens"),
-        ({"counts": np.full((3, 1, 4), -1)}, "sequence 0.*from -1"),
-        ({"counts": np.ones((3, 1, 3), int)}, "3 experts.*pass homes"),
-        ({"homes": [[0, 0, 1, 2]], "keep_ranks": False}, "to 2.*0 to 1"),
-        ({"homes": [[0, 0, 1]]}, "homes.*layers and experts"),
-        ({"lengths": [2**29] * 3, "counts": np.full((3, 1, 4), 2**29)}, "layer.*in parts"),
     ],
 )
 def test_impossible_exchanges_are_refused(change, message):

@@ -64,7 +64,7 @@ def test_options_left_open_are_on_where_they_pay_and_say_why():
 
 
 def test_counts_that_are_packed_are_not_packed_by_routes():
-    with pytest.raises(ConfigError, match=r"'routes'.*exchange_sequences"):
+    with pytest.raises(ConfigError, match=r"'routes'.*pack_sequences"):
         plan(counts(), TOPOLOGY, PlanOptions(packing="routes"))
 
 

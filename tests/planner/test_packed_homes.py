@@ -21,9 +21,8 @@ def step(seed, sequences, ranks, budget, **sizes):
 def slowest(packed, home_LE):
     """By the definition, in loops."""
     packing = packed.packing
-    return slowest_of(
-        packing.micro_step_S, packed.counts_SLE, home_LE, packing.num_micro_steps, packing.num_ranks
-    ).sum()
+    sizes = packing.num_micro_steps, packing.num_ranks, 1
+    return slowest_of(packing.micro_step_S, packing.rank_S, packed.counts_SLE, home_LE, *sizes).sum()
 
 
 @pytest.mark.parametrize("seed", range(6))

@@ -1,6 +1,6 @@
 """Packing by routes: which sequences share a micro-step, so that experts at their homes are level. Compiled.
 
-P = M * G are the places of sequences.
+A micro-step counts once for each expert-parallel group here: M are those of all groups, P = M * G their places.
 """
 
 from __future__ import annotations
@@ -30,8 +30,9 @@ class PackingCertificate:
     """How level a packing by routes is, and what no packing can pass at these homes. In assignments.
 
     Attributes:
-        bound: no packing of these sequences has a lower sum: of each layer, the rank that gets most in the whole step.
-        slowest: the sum over micro-steps and layers of the slowest rank.
+        bound: no packing of these sequences has a lower sum: of each layer, the rank that gets most in the whole step,
+            by the number of groups.
+        slowest: the sum over micro-steps and layers of the slowest rank, in the group that has most.
         by_length: the same of the packing that sequences were exchanged in, by length or as it was handed in.
         attention: the sum over micro-steps of the dearest rank outside of experts, over that of the same packing.
     """
@@ -50,19 +51,20 @@ class PackingCertificate:
 def pack_by_routes(
     counts: ArrayLike,  # integers [S, L, E], assignments of each sequence
     homes: ArrayLike | None,  # integers [L, E], the rank of each expert in its group; None: blocks of experts
-    place_S: NDArray[np.int64],  # to begin with, micro-step * ranks + rank
+    place_S: NDArray[np.int64],  # to begin with, micro-step * ranks of all groups + rank
     tokens_S: NDArray[np.int64],
     cost_S: NDArray[np.float64],  # attention
     *,
-    num_micro_steps: int,
-    num_ranks: int,
+    num_micro_steps: int,  # of each group
+    num_ranks: int,  # of all groups
     token_budget: int | None,  # None: what the fullest place holds
+    groups: int = 1,
     stay: bool = False,  # sequences stay on their rank; experts may be on another number of ranks then
     padded: bool = False,  # sequences take as much as the longest one of their place
 ) -> tuple[NDArray[np.int64], PackingCertificate]:
     """Return the place of each sequence as `place_S` has them, and the certificate."""
-    num_places = num_micro_steps * num_ranks
-    rows_S = _rows_by_rank(counts, homes, tokens_S, num_ranks, stay)
+    num_places, ranks = num_micro_steps * num_ranks, num_ranks // groups
+    rows_S = _rows_by_rank(counts, homes, tokens_S, ranks, stay)
     placed_S, size = place_S.copy(), len(tokens_S)
     held_P, dear_P = np.zeros(num_places, np.int64), np.zeros(num_places, np.float64)
     for total_P, each_S in ((held_P, tokens_S), (dear_P, cost_S)):
@@ -76,15 +78,15 @@ def pack_by_routes(
             f"micro-step {micro_step} of rank {rank} holds {held_P[fullest]} tokens and the budget is {token_budget}; "
             "leave the budget out, so that none gets more than the fullest has"
         )
-    dearest_M = dear_P.reshape(-1, num_ranks).max(axis=1)
+    dearest_M = dear_P.reshape(-1, ranks).max(axis=1)
     dearest = float(dearest_M.sum())
-    longest_M = held_P.reshape(-1, num_ranks).max(axis=1)
+    longest_M = held_P.reshape(-1, ranks).max(axis=1)
     order_S = np.lexsort((tokens_S, place_S % num_ranks)) if stay else np.argsort(tokens_S, kind="stable")
     spot_S = np.empty(size, np.int64)
     spot_S[order_S] = np.arange(size)
-    load_M = np.zeros((num_micro_steps, *rows_S.shape[1:]), np.int32)
+    load_M = np.zeros((num_places // ranks, *rows_S.shape[1:]), np.int32)
     slowest_2M = np.zeros((2, len(load_M)), np.int64)
-    alike = -(-size // num_ranks) if stay else size  # sequences that one may be exchanged for
+    alike = -(-size // ranks) if stay else size  # sequences that one may be exchanged for
     window = max(1, min(alike, max(16, alike // 4)))
     places = SimpleNamespace(  # what a search goes by; see by_routes.cpp
         place_S=placed_S,
@@ -101,18 +103,26 @@ def pack_by_routes(
         token_budget=int(held_P[fullest]) if token_budget is None else token_budget,
         window=window,
         work=min(WORK, TRIES * size * min(size, 2 * window) * load_M[0].size),
-        ranks=num_ranks,
+        ranks=ranks,
         padded=padded,
         stay=stay,
     )
     _exchange(places, rows_S, load_M, slowest_2M)
-    by_length, slowest = slowest_2M.sum(axis=1).tolist()
-    attention = float(dear_P.reshape(-1, num_ranks).max(axis=1).sum()) / dearest if dearest else 1.0
+    before_G, after_G = slowest_2M.reshape(2, num_micro_steps, groups).sum(axis=1)
+    if groups > 1:
+        after_G = _level_groups(placed_S, slowest_2M[1], groups, ranks)
+    attention = float(dear_P.reshape(-1, ranks).max(axis=1).sum()) / dearest if dearest else 1.0
     # a search that is cut short may end above where it began
-    if slowest > by_length:
-        placed_S, slowest, attention = place_S, by_length, 1.0
+    if after_G.max() > before_G.max():
+        placed_S, after_G, attention = place_S, before_G, 1.0
     bound = int(load_M.sum(axis=0, dtype=np.int64).max(axis=1).sum())
-    return placed_S, PackingCertificate(bound, slowest, by_length, attention)
+    certificate = PackingCertificate(
+        bound=-(-bound // groups),
+        slowest=int(after_G.max()),
+        by_length=int(before_G.max()),
+        attention=attention,
+    )
+    return placed_S, certificate
 
 
 def _rows_by_rank(
@@ -151,10 +161,36 @@ def _rows_by_rank(
     if any_ranks:
         num_ranks = int(home_LE.max()) + 1
     if home_LE.min() < 0 or home_LE.max() >= num_ranks:
-        raise LayoutError(f"homes go from {home_LE.min()} to {home_LE.max()}; expected ranks from 0 to {num_ranks - 1}")
+        raise LayoutError(
+            f"homes go from {home_LE.min()} to {home_LE.max()}; expected ranks of a group, 0 to {num_ranks - 1}"
+        )
     rows_S = np.zeros((len(tokens_S), -(-num_layers // LANES), num_ranks, LANES), np.int32)
     _sum_rows(np.ascontiguousarray(counts_SLE, np.int32), np.ascontiguousarray(home_LE, np.int64), rows_S)
     return rows_S
+
+
+def _level_groups(
+    place_S: NDArray[np.int64], slowest_M: NDArray[np.int64], groups: int, ranks: int
+) -> NDArray[np.int64]:
+    """Give whole micro-steps to groups, as many to each, so that their sums are level; return these sums."""
+    # groups meet at the end of the step alone, so that a micro-step may be of any of them
+    group_M = np.arange(len(slowest_M)) % groups
+    sum_G = np.bincount(group_M, slowest_M, groups).astype(np.int64)
+    while True:
+        slowest = int(sum_G.argmax())
+        give = np.flatnonzero(group_M == slowest)
+        more_MM = slowest_M[give, None] - slowest_M
+        after_MM = np.maximum(sum_G[slowest] - more_MM, sum_G[group_M] + more_MM)
+        after_MM[:, give] = sum_G[slowest]
+        m, n = np.unravel_index(int(after_MM.argmin()), after_MM.shape)
+        if after_MM[m, n] >= sum_G[slowest]:
+            break
+        sum_G[[slowest, group_M[n]]] += np.array([-more_MM[m, n], more_MM[m, n]])
+        group_M[[give[m], n]] = group_M[[n, give[m]]]
+    moved_M = np.empty(len(slowest_M), np.int64)
+    moved_M[np.argsort(group_M, kind="stable")] = np.arange(len(slowest_M)).reshape(-1, groups).T.ravel()
+    place_S[:] = moved_M[place_S // ranks] * ranks + place_S % ranks
+    return sum_G
 
 
 _READ, _FILLED = ArrayOf(np.int64, 1), ArrayOf(np.int64, 1, filled=True)

@@ -57,11 +57,18 @@ def pack_sequences(
     token_budget: int,
     *,
     square_cost: float = 0.0,
+    counts: ArrayLike | None = None,
+    homes: ArrayLike | None = None,
+    groups: int = 1,
 ) -> Packing:
     """Deal whole sequences to ranks and micro-steps, so that the ranks of a micro-step take equally long.
 
     A sequence of n tokens costs n + `square_cost` * n**2, for projections and the attention core. The dearest goes
     first, each to the cheapest of all M * G places that has room. M is such that dealing to one micro-step fewer fails.
+
+    With `counts`, pairs of sequences are exchanged then, while the sum over micro-steps and layers of the rank whose
+    experts get most falls. The budget holds, M stays, and attention grows by 0.5 % at most, as do tokens of the longest
+    ranks.
 
     Args:
         lengths: integers [S], tokens of each sequence.
@@ -69,24 +76,46 @@ def pack_sequences(
         token_budget: most tokens of a rank in a micro-step.
         square_cost: `CostModel.square_cost`, by which `foreroute plan` packs: 8192 / 37.7e6 by FLOPs for Qwen3-30B-A3B,
             more as its kernel is slower.
+        counts: integers [S, L, E], assignments of each sequence (`foreroute.plan.sequence_counts`).
+        homes: integers [L, E], the rank of each expert, from 0 in its group; equal blocks of experts by default.
+        groups: expert-parallel groups, each of G / groups ranks that follow each other.
 
     Raises:
-        LayoutError: when there is no sequence, or one alone exceeds the budget.
-        ConfigError: for a negative cost.
+        LayoutError: when there is no sequence, or one alone exceeds the budget; for counts that do not fit the
+            sequences, homes that do not fit the counts, and groups that do not divide the ranks.
+        ConfigError: for a negative cost, and homes or groups without counts.
     """
     tokens_S = _lengths_within(lengths, token_budget)
     check_count(num_ranks, name="the number of ranks")
     if not len(tokens_S):
         raise LayoutError("there is no sequence to pack; expected at least one")
     cost_S = _attention(tokens_S, square_cost)
+    check_count(groups, name="the number of groups")
+    if counts is None and (homes is not None or groups > 1):
+        raise ConfigError("homes and groups are for packing by routes; pass counts too, or leave them out")
+    if num_ranks % groups:
+        raise LayoutError(f"{num_ranks} ranks make no {groups} equal groups; expected a divisor")
     longest_first = np.argsort(-tokens_S, kind="stable")  # which is the dearest first
     places, num_micro_steps = _deal(
         tokens_S[longest_first].tolist(), cost_S[longest_first].tolist(), num_ranks, token_budget
     )
     place_S = np.empty(len(tokens_S), np.int64)
     place_S[longest_first] = places
+    certificate = None
+    if counts is not None:
+        place_S, certificate = pack_by_routes(
+            counts,
+            homes,
+            place_S,
+            tokens_S,
+            cost_S,
+            num_micro_steps=num_micro_steps,
+            num_ranks=num_ranks,
+            token_budget=token_budget,
+            groups=groups,
+        )
     micro_step_S, rank_S = np.divmod(place_S, num_ranks)
-    return Packing(micro_step_S.astype(np.int32), rank_S.astype(np.int32), num_micro_steps, num_ranks)
+    return Packing(micro_step_S.astype(np.int32), rank_S.astype(np.int32), num_micro_steps, num_ranks, certificate)
 
 
 def exchange_sequences(
@@ -104,8 +133,7 @@ def exchange_sequences(
 
     Which rank sends a token to an expert changes nothing for the expert, only the micro-step does. So pairs of
     sequences, and whole micro-batches, change places on their rank while the sum over micro-steps and layers of the
-    rank whose experts get most falls. Micro-steps stay as many; attention grows by 0.5 % at most, as do tokens of the
-    longest ranks.
+    rank whose experts get most falls. Micro-steps stay as many; attention grows by 0.5 % at most.
 
     Args:
         packing: the rank and micro-step of each sequence to begin with, by length say.

@@ -82,7 +82,7 @@ def packed_counts(traces: RoutingTrace | Sequence[RoutingTrace], packing: Packin
 
 
 def sequence_counts(traces: RoutingTrace | Sequence[RoutingTrace]) -> NDArray[np.int32]:
-    """Count the assignments of each sequence, which `exchange_sequences` goes by: int32 [S, L, E].
+    """Count the assignments of each sequence, which `pack_sequences` packs by: int32 [S, L, E].
 
     Raises:
         CountsError, SpecMismatchError: as `packed_counts`.

@@ -100,7 +100,7 @@ def plan_and_why(
     if options.packing != "length":
         raise ConfigError(
             f"packing is {options.packing!r}, and counts are of packed sequences; pass the counts of each sequence to "
-            "exchange_sequences, and packing='length' here"
+            "pack_sequences, and packing='length' here"
         )
     if costs is None and (options.traffic or options.pay_off):
         asked = " and ".join(name for name in PRICED if getattr(options, name))

@@ -154,8 +154,9 @@ def packed(
 
     With homes, they are packed by routes, so that experts there are level.
     """
-    packing = pack_sequences(_lengths(traces), num_ranks, budget, square_cost=costs.square_cost)
-    return packing if home_LE is None else packed_sequences(traces, packing, budget, costs).packed_for(home_LE).packing
+    counts = None if home_LE is None else sequence_counts(traces)
+    lengths_S, square_cost = _lengths(traces), costs.square_cost
+    return pack_sequences(lengths_S, num_ranks, budget, square_cost=square_cost, counts=counts, homes=home_LE)
 
 
 def packed_sequences(
