@@ -1,14 +1,14 @@
-"""Rows that ranks receive, known before the step, against what buffers hold.
+"""Rows that ranks receive, known before the step, against what buffers of other policies hold.
 
 `overflow` dispatches every pick of drawn traces, one by one, and counts the cells in which a rank gets more rows than
 `known_rows` reserves; tokens without a route pick at random, and each one rank's experts in every eighth micro-step.
-`baselines` has the share of cells of drawn steps that overflow 1.10 times the mean, at homes and under plans of two
-slots and 1.02. The rows of the executor's schedules are compared as well.
+`policies` are drawn steps of the calibrated workloads: shares of cells and of rows, at homes and under plans of two
+slots and 1.02. Under plans the rows are those of the executor's schedules, which are compared as well.
 """
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import asdict, replace
 from typing import Any
 
 import numpy as np
@@ -28,20 +28,23 @@ from foreroute.trace import RoutedLayer, RoutingSpec
 CELLS = ("G8", "G16", "G64")
 WAYS = ("homes", "plans")
 LAYERS, STEPS, EXPERTS, TOP_K, RANKS = 48, 2100, 32, 4, 8
-SLACK = 1.10
-"""The usual factor over the mean: the default of Megatron-Core's stash, for one."""
 GAP = 5
 """Tokens of a sequence; its last has no route."""
 
 
 def run(quick: bool) -> dict[str, Any]:
-    """Cells that overflow, of how many; and those that overflow guessed buffers, by workload."""
+    """Cells that overflow, of how many; and the policies by workload."""
     steps, layers = (100, 4) if quick else (STEPS, 8)
     metrics: dict[str, Any] = _overflow(steps)
     baselines: dict[str, Any] = {}
     for name in CELLS:
-        baselines[name], wrong = _mean_buffers(name, layers)
+        found, wrong = _policies(name, layers)
         metrics["schedules_that_differ"] = metrics.get("schedules_that_differ", 0) + wrong
+        for way, policies in found.items():
+            known = {one.name: asdict(one) for one in policies if one.name.startswith("known")}
+            others = {one.name: asdict(one) for one in policies if one.name not in known}
+            metrics.setdefault("policies", {}).setdefault(name, {})[way] = known
+            baselines.setdefault(name, {})[way] = others
     metrics["memory"], baselines["memory"] = _memory(peak_cases(2 if quick else 12, quick=quick))
     return {"metrics": metrics, "baselines": baselines}
 
@@ -88,19 +91,18 @@ def _overflow(num_micro_steps: int) -> dict[str, int]:
     return dict(zip(names, totals.tolist(), strict=True))
 
 
-def _mean_buffers(name: str, layers: int) -> tuple[dict[str, float], int]:
-    """Find the share of cells that overflow 1.10 times the mean; count ranks whose schedule has other rows."""
+def _policies(name: str, layers: int) -> tuple[dict[str, Any], int]:
+    """Compare policies on a drawn step after the one before it; and count ranks whose schedule has other rows."""
     workload = replace(WORKLOADS[name], num_layers=layers)
-    counts = workload.draw(seed=0, step=1).counts()
+    counts, before = (workload.draw(seed=0, step=step).counts() for step in (1, 0))
     topology = costs_of(workload.num_experts).hardware.topology(workload.num_ranks, 2)
     home_LE = np.tile(topology.contiguous_home_E(workload.num_experts), (layers, 1))
     found, wrong = {}, 0
     for way in WAYS:
         options = PlanOptions(replicas=way == "plans")
-        step = plan(counts, topology, options, home_LE=home_LE)
-        known = known_rows(counts, step)
-        buffers = (known.rows_MLG.mean(axis=2, keepdims=True) * SLACK).astype(np.int64)
-        found[way] = float((known.rows_MLG > buffers).any(axis=2).mean())
+        step, step_before = (plan(one, topology, options, home_LE=home_LE) for one in (counts, before))
+        known = known_rows(counts, step, top_k=workload.top_k)
+        found[way] = known.policies(known_rows(before, step_before))
         wrong += _differing(step, counts, known)
     return found, wrong
 

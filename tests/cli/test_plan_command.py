@@ -254,3 +254,19 @@ def test_existing_files_are_replaced_only_when_asked(files, tmp_path):
         assert path.read_bytes() == content
         path.unlink()
     assert not list(tmp_path.glob("plan.*"))
+
+
+def test_rows_that_buffers_must_hold(files, tmp_path):
+    """After a step before, as `known_rows` has them."""
+    home_LE = np.tile(np.arange(8) // 2, (3, 1))
+    traces = [fr.load(files / f"step-00000{n}.safetensors") for n in (0, 1)]
+    of_traces = [fr.plan.known_rows(trace, home_LE, packing=pack_sequences(trace.lengths, 4, 40)) for trace in traces]
+    words = "step-000001.safetensors --previous step-000000.safetensors --token-budget 40 --set replicas=false"
+    given = f"--topology cluster.toml --rows --no-baselines {words} --output {tmp_path / 'a.safetensors'}"
+    result = plan(given, files)
+    assert result.returncode == 0, result.stderr
+    shown = " ".join(result.stdout.split())
+    assert "Rows that ranks receive at homes: recompute and update" in shown
+    assert "Rows that buffers must hold" in (tmp_path / "a.html").read_text()
+    for one in of_traces[1].policies(of_traces[0]):
+        assert f"{one.name} {one.largest:,} " in shown

@@ -99,6 +99,7 @@ def test_doors_of_configurations_name_the_kind(name, tmp_path):
 PATHS = {
     "load": fr.load,
     "save": lambda at: fr.save(TRACE, at),
+    "load_parts": fr.trace.load_parts,
     "save_generation": lambda at: save_generation(
         Generation(TRACE.truncated([2]), np.ones(1, np.int64), np.zeros(1, np.float32)), at
     ),

@@ -15,7 +15,7 @@ from fsspec.implementations.memory import MemoryFileSystem
 from foreroute.errors import InputError, TraceFileError, printable
 from foreroute.files import writing
 from foreroute.files.container import TensorFile, as_place, tensors_to_bytes
-from foreroute.files.places import open_at, write_at
+from foreroute.files.places import names_in, open_at, write_at
 from foreroute.files.regular import open_regular, parse_json, read_file, read_text
 from foreroute.files.writing import write_atomically, writing_named
 
@@ -156,11 +156,26 @@ def test_what_fails_at_a_url_leaves_nothing_and_is_one_error():
 
     with pytest.raises(KeyboardInterrupt):
         write_at("memory://a/b", interrupted, TraceFileError, overwrite=True)
-    assert not MemoryFileSystem.store
+    assert names_in("memory://a", TraceFileError) == []
     with pytest.raises(TraceFileError, match=r"memory.*exist"):
         open_at("memory://a/b", TraceFileError)
     write_at("memory://a/b", lambda file: file.write(b"whole"), TraceFileError, overwrite=False)
     assert open_at("memory://a/b", TraceFileError).read() == b"whole"
+    MemoryFileSystem.store.clear()
+
+
+def test_a_folder_is_looked_into_anew_each_time(monkeypatch):
+    """Stores keep what they listed, and a reader waits for what others write."""
+    kept, listed = {}, MemoryFileSystem.ls
+
+    def ls(store, path, detail=True):
+        return kept.setdefault(path, listed(store, path, detail=detail))
+
+    monkeypatch.setattr(MemoryFileSystem, "ls", ls)
+    monkeypatch.setattr(MemoryFileSystem, "invalidate_cache", lambda store, path=None: kept.clear())
+    for name in "ab":
+        write_at(f"memory://anew/{name}", lambda file: file.write(b"it"), TraceFileError, overwrite=False)
+        assert names_in("memory://anew", TraceFileError)[-1] == name
     MemoryFileSystem.store.clear()
 
 

@@ -92,6 +92,25 @@ def test_rows_are_those_of_a_dispatch_of_every_pick(seed, align, slots):
     np.testing.assert_array_equal(known.most_LG, known.reserved_MLG.max(axis=0))
 
 
+def test_policies_by_hand():
+    rows = np.zeros((2, 1, 2, 2), int)  # each source rank has a token for either expert in the first micro-step
+    rows[0, 0], rows[1, 0] = [[3, 1], [3, 1]], [[2, 0], [0, 2]]
+    before = known_rows(np.full((1, 1, 2, 2), 2), np.array([[0, 1]]))
+    known = known_rows(rows, np.array([[0, 1]]), top_k=1)
+    assert known.torchtitan_arguments() == {"non_blocking_capacity_factor": 6 / 8}
+    found = {one.name: one for one in known.policies(before)}
+    mean, worst, last = found["mean x 1.10"], found["worst case"], found["the step before's most, of a layer"]
+    # rows are 6, 2 and 2, 2; 1.10 times the means are 4 and 2, cut to whole rows
+    assert (mean.largest, mean.overflowing, mean.overflowing_cells) == (4, 1 / 4, 1 / 2)
+    assert (mean.dropped, mean.unused) == (2 / 12, 2 / 12)
+    assert (worst.largest, worst.overflowing, worst.dropped, worst.unused) == (8, 0, 0, (2 + 6 + 2 + 2) / 12)
+    assert (last.largest, last.overflowing, last.dropped, last.unused) == (4, 1 / 4, 2 / 12, (2 + 2 + 2) / 12)
+    unused = {"known, of a layer": 12 / 12, "known, of a rank and layer": 4 / 12, "known, of each cell": 0}
+    for name, expected in unused.items():
+        assert (found[name].overflowing, found[name].dropped) == (0, 0)
+        assert found[name].unused == expected
+
+
 def test_buffers_that_overflow_are_refused_before_the_step():
     trace = sequences(1)
     known = known_rows(trace, BLOCKS_LE, packing=pack_sequences(trace.lengths, RANKS, 6))
@@ -129,3 +148,16 @@ PLAN = random_plan(COUNTS, TOPOLOGY)
 def test_what_does_not_fit_is_refused(error, words, step, placement, options):
     with pytest.raises(error, match=words):
         known_rows(step, placement, **options)
+
+
+def test_torchtitans_factor_is_of_tokens_and_of_homes():
+    with pytest.raises(CountsError, match="top_k"):
+        known_rows(COUNTS, BLOCKS_LE).torchtitan_arguments()
+    with pytest.raises(PlanError, match="replicas"):
+        known_rows(TRACE, planned(TRACE, PACKING, 0)).torchtitan_arguments()
+
+
+def test_the_step_before_must_be_of_the_same_model():
+    known = known_rows(COUNTS, BLOCKS_LE)
+    with pytest.raises(CountsError, match=r"step before.*same"):
+        known.policies(known_rows(COUNTS[:, :1], BLOCKS_LE[:1]))

@@ -56,6 +56,10 @@ def saved_and_read(trace, folder):
     path = fr.save(trace, fresh(folder))
     assert fr.load(path).equals(trace.without_pick_order())
     assert len(fr.load(path, sequences=[])) == 0
+    folder = fresh(folder)
+    for part in range(2):
+        traces.save_part(trace.select([]) if part else trace, folder, part, 2, encoding="ordered")
+    assert traces.load_parts(folder).equals(trace)
 
 
 def padded_and_back(t, _):
@@ -140,7 +144,7 @@ def of_verl(*_):
 def known(t, _):
     """Rows at the homes of two ranks."""
     homes = np.repeat([[0] * 4 + [1] * 4], t.spec.num_layers, axis=0)
-    plans.known_rows(t, homes, packing=layout.pack_sequences(t.lengths, 2, 100)).megatron_arguments()
+    plans.known_rows(t, homes, packing=layout.pack_sequences(t.lengths, 2, 100)).policies()
 
 
 def exchanged(t, _):

@@ -1,4 +1,4 @@
-"""Files at a URL of any store that fsspec knows (https://filesystem-spec.readthedocs.io).
+"""Files at a URL of any store that fsspec knows (https://filesystem-spec.readthedocs.io), and the names in a folder.
 
 A store must show a file that was moved whole or not at all, and list it from then on: network file systems do, and so
 do S3, Google's and Azure's object stores.
@@ -6,13 +6,20 @@ do S3, Google's and Azure's object stores.
 
 from __future__ import annotations
 
+import os
 import secrets
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
+from pathlib import Path
 from typing import IO, Any, BinaryIO, cast
 
 from foreroute.errors import ForerouteError, InputError, how_to_install
-from foreroute.files.regular import BUFFER_BYTES
+from foreroute.files.regular import BUFFER_BYTES, reason
+
+
+def within(folder: Path | str, name: str) -> Path | str:
+    """Return the place of a file in a folder at a path or a URL."""
+    return folder / name if isinstance(folder, Path) else f"{folder.rstrip('/')}/{name}"
 
 
 def open_at(url: str, error: type[InputError]) -> BinaryIO:
@@ -40,6 +47,24 @@ def write_at(url: str, content: Callable[[IO[bytes]], None], error: type[InputEr
             with suppress(Exception):
                 store.rm_file(temporary)
             raise
+
+
+def names_in(folder: Path | str, error: type[InputError]) -> list[str]:
+    """Return the names of all that lies in a folder, as it is now; none when there is no such folder."""
+    if isinstance(folder, Path):
+        try:
+            return os.listdir(folder)
+        except FileNotFoundError:
+            return []
+        except OSError as cause:
+            raise error(f"{folder} cannot be looked into ({reason(cause)})") from cause
+    with _asking(folder, "looked into", error):
+        store, path = _store_of(folder, error)
+        store.invalidate_cache(path)  # other writers may have added files since it was asked
+        try:
+            return [entry.rstrip("/").rpartition("/")[2] for entry in store.ls(path, detail=False)]
+        except FileNotFoundError:
+            return []
 
 
 def _store_of(url: str, error: type[InputError]) -> tuple[Any, str]:

@@ -5,7 +5,7 @@ from foreroute.plan.counts import load_counts, packed_counts, save_counts, seque
 from foreroute.plan.hosts import CellPlan
 from foreroute.plan.options import PlanOptions
 from foreroute.plan.plan_file import load_plan, save_plan
-from foreroute.plan.received_rows import KnownRows, known_rows
+from foreroute.plan.received_rows import KnownRows, Reservation, known_rows
 from foreroute.plan.step_plan import StepPlan
 from foreroute.plan.topology import Links, Topology
 
@@ -14,6 +14,7 @@ __all__ = [
     "KnownRows",
     "Links",
     "PlanOptions",
+    "Reservation",
     "StepPlan",
     "Topology",
     "known_rows",

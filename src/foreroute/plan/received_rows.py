@@ -1,4 +1,4 @@
-"""The rows that every rank receives in every cell, known before the step.
+"""The rows that every rank receives in every cell, known before the step, and what others reserve for them.
 
 A *row* is an assignment that arrives at the rank that serves it. Axis letters: M micro-steps, L layers, G ranks,
 E experts.
@@ -21,6 +21,8 @@ from foreroute.plan.step_plan import StepPlan
 from foreroute.plan.topology import check_homes
 from foreroute.trace.container import RoutingTrace
 
+SLACK = 1.10
+"""The usual factor over the mean: the default of Megatron-Core's stash, for one."""
 LARGEST_ALIGN = 1 << 16
 
 
@@ -41,7 +43,7 @@ def known_rows(
         step: the sequences, as one trace or several of one model; or their counts, integers [M, L, G, E].
         placement: the plan of this step; or the homes of a step without replicas, integers [L, E], E / G to a rank.
         packing: of traces at homes; a plan of traces has its own.
-        top_k: K, where there are counts alone. Native rows need it.
+        top_k: K, where there are counts alone. Native rows and the worst case need it.
         native_MG: integers [M, G], tokens of each source rank that no route is handed in for, such as padding that the
             dispatcher sends. Tokens of traces without a route are counted besides. Room is kept for all of them to go
             to any rank.
@@ -87,7 +89,8 @@ def known_rows(
     room_MLG = tokens_MG.sum(axis=1)[:, None, None] * np.minimum(hosted_MLG, top_k or 0)
     room_MLG += (align - 1) * np.minimum(hosted_MLG, room_MLG)
     sent_MG = counts_MLGE.sum(axis=3, dtype=np.int64).max(axis=1) + tokens_MG * (top_k or 0)
-    return KnownRows(rows_MLG, room_MLG, sent_MG, *of_replicas)
+    replica_rows_MLG, replicas_MLG, returned_MLG = of_replicas
+    return KnownRows(rows_MLG, room_MLG, sent_MG, hosted_MLG, replica_rows_MLG, replicas_MLG, returned_MLG, top_k=top_k)
 
 
 @dataclass(frozen=True, eq=False)
@@ -98,17 +101,21 @@ class KnownRows:
         rows_MLG: int64 [M, L, G], rows that routes name, and the padding that `align` adds to them.
         room_MLG: int64 [M, L, G], most rows that tokens without a known route can add; 0 where all routes are known.
         sent_MG: int64 [M, G], assignments that each source rank sends in a layer, those without a known route too.
+        hosted_MLG: int64 [M, L, G], experts that each rank serves, replicas included.
         replica_rows_MLG: int64 [M, L, G], of `rows_MLG` those that replicas serve.
-        replicas_MLG: int64 [M, L, G], replicas that each rank serves.
+        replicas_MLG: int64 [M, L, G], of `hosted_MLG` the replicas.
         returned_MLG: int64 [M, L, G], replicas on other ranks, whose gradients return to this one.
+        top_k: K; None where counts came without.
     """
 
     rows_MLG: NDArray[np.int64]
     room_MLG: NDArray[np.int64]
     sent_MG: NDArray[np.int64]
+    hosted_MLG: NDArray[np.int64]
     replica_rows_MLG: NDArray[np.int64]
     replicas_MLG: NDArray[np.int64]
     returned_MLG: NDArray[np.int64]
+    top_k: int | None
 
     @property
     def reserved_MLG(self) -> NDArray[np.int64]:
@@ -167,6 +174,83 @@ class KnownRows:
             "moe_expert_rank_capacity_factor": rank_factor,
             "moe_paged_stash_buffer_size_factor_cuda": _least_factor(most, mean),
         }
+
+    def torchtitan_arguments(self) -> dict[str, float]:
+        """Make the argument of torchtitan 0.3.0's `HybridEPTokenDispatcher.Config` with which no row here is dropped.
+
+        Its ranks serve their own experts alone, so that this is for a step at homes, and send equally many tokens: as
+        many as the one that sends most, or more. Its `pad_multiple` is the `align` of these rows.
+
+        Raises:
+            CountsError: when `top_k` is not known.
+            PlanError: for rows of a plan with replicas.
+        """
+        if self.top_k is None:
+            raise CountsError("torchtitan's factor needs top_k, which counts do not say; pass top_k= to known_rows")
+        hosted = int(self.hosted_MLG.min())
+        if self.hosted_MLG.max() > hosted:
+            raise PlanError("these are rows of a plan with replicas, which torchtitan has none of; pass homes")
+        tokens_M = self.sent_MG.max(axis=1) // self.top_k
+        worst_M = tokens_M * self.sent_MG.shape[1] * min(hosted, self.top_k)
+        return {"non_blocking_capacity_factor": _least_factor(self.reserved_MLG.max(axis=(1, 2)), worst_M)}
+
+    def policies(self, before: KnownRows | None = None) -> tuple[Reservation, ...]:
+        """Compare what others would reserve for this very step, the worst case where top_k is known, and what is known.
+
+        Buffers are cut to whole rows. `before` are the rows of the step before, whose most of a layer some reserve; its
+        numbers of layers and ranks must be those of this step (`CountsError`).
+        """
+        rows_MLG, reserved_MLG = self.rows_MLG, self.reserved_MLG
+        buffers = {f"mean x {SLACK:.2f}": (rows_MLG.mean(axis=2, keepdims=True) * SLACK).astype(np.int64)}
+        if self.top_k is not None:
+            # every token picks as many experts of one rank as it can
+            tokens_M = self.sent_MG.sum(axis=1) // self.top_k
+            buffers["worst case"] = tokens_M[:, None, None] * np.minimum(self.hosted_MLG, self.top_k)
+        if before is not None:
+            if before.rows_MLG.shape[1:] != rows_MLG.shape[1:]:
+                raise CountsError(
+                    f"the step before has {list(before.rows_MLG.shape[1:])} layers and ranks, this one "
+                    f"{list(rows_MLG.shape[1:])}; expected the same"
+                )
+            buffers["the step before's most, of a layer"] = before.rows_MLG.max(axis=(0, 2), keepdims=True)
+        buffers["known, of a layer"] = reserved_MLG.max(axis=(0, 2), keepdims=True)
+        buffers["known, of a rank and layer"] = self.most_LG[None]
+        buffers["known, of each cell"] = reserved_MLG
+        return tuple(Reservation.of(name, buffer, rows_MLG) for name, buffer in buffers.items())
+
+
+@dataclass(frozen=True)
+class Reservation:
+    """Buffers that a policy reserves, against the rows of a step.
+
+    Attributes:
+        name: of the policy.
+        largest: rows of the largest buffer.
+        overflowing: share of (cell, rank) pairs whose rows do not fit.
+        overflowing_cells: share of cells with such a rank.
+        dropped: share of rows that do not fit.
+        unused: reserved rows that stay empty, over the rows of the step.
+    """
+
+    name: str
+    largest: int
+    overflowing: float
+    overflowing_cells: float
+    dropped: float
+    unused: float
+
+    @classmethod
+    def of(cls, name: str, buffers: NDArray[np.int64], rows_MLG: NDArray[np.int64]) -> Reservation:
+        """Compare buffers, which broadcast to [M, L, G], with rows."""
+        lack_MLG = rows_MLG - buffers
+        return cls(
+            name=name,
+            largest=int(buffers.max()),
+            overflowing=float((lack_MLG > 0).mean()),
+            overflowing_cells=float((lack_MLG > 0).any(axis=2).mean()),
+            dropped=float(np.maximum(lack_MLG, 0).sum() / max(rows_MLG.sum(), 1)),
+            unused=float(np.maximum(-lack_MLG, 0).sum() / max(rows_MLG.sum(), 1)),
+        )
 
 
 def unrouted_tokens(traces: Sequence[RoutingTrace], packing: Packing) -> NDArray[np.int64]:

@@ -7,6 +7,7 @@ indexers      what indexers of sparse attention may choose     IndexerSpec, INDE
 operations    what is done with whole traces                   extended
 checks        arrays from outside: dtypes, ranges, offsets
 file          a trace on disk, or at a URL                     save, load
+parts         a step that several write and many read in part  save_part, load_parts
 """
 
 from importlib import import_module
@@ -20,6 +21,7 @@ from foreroute.trace.streams import PIXELS, SAMPLING, DecisionStream
 if TYPE_CHECKING:
     from foreroute.trace.file import ENCODINGS, Encoding, load, save
     from foreroute.trace.operations import extended
+    from foreroute.trace.parts import load_parts, save_part
 
 __all__ = [
     "ENCODINGS",
@@ -38,10 +40,13 @@ __all__ = [
     "digest",
     "extended",
     "load",
+    "load_parts",
     "save",
+    "save_part",
 ]
 
 _FILE_OF = dict.fromkeys(("ENCODINGS", "Encoding", "load", "save"), "file")
+_FILE_OF |= dict.fromkeys(("load_parts", "save_part"), "parts")
 _FILE_OF["extended"] = "operations"
 
 

@@ -113,8 +113,10 @@ def save(
     return FORMAT.write(path, *encode(trace, encoding), overwrite=overwrite)
 
 
-def encode(trace: RoutingTrace, encoding: Encoding) -> tuple[dict[str, str], dict[str, NDArray[Any]]]:
-    """Return metadata and tensors of the file of a trace, as `FORMAT` takes them."""
+def encode(
+    trace: RoutingTrace, encoding: Encoding, *, chunk_rows: int | None = None
+) -> tuple[dict[str, str], dict[str, NDArray[Any]]]:
+    """Return metadata and tensors of the file of a trace, as `FORMAT` takes them; `chunk_rows` as in `cut_chunks`."""
     import zstandard  # an engine's worker imports this room, and has numpy alone
 
     if encoding not in ENCODINGS:
@@ -124,7 +126,7 @@ def encode(trace: RoutingTrace, encoding: Encoding) -> tuple[dict[str, str], dic
     as_sets = encoding == "sets" or not trace.pick_order_kept
     if not as_sets or spec.sizes:
         check_rows(trace.expert_ids_NLK, trace.valid_N, trace.offsets, spec)
-    chunks = cut_chunks(trace)
+    chunks = cut_chunks(trace, chunk_rows)
     frames, ends, sizes = bytearray(), [0], []
     scratch = np.empty(spec.num_layers * spec.top_k * int(chunks.max(initial=0)), spec.id_dtype)
     compress = zstandard.ZstdCompressor(level=1, write_checksum=True).compress
@@ -228,8 +230,8 @@ def check_memory(decoded_bytes: int, stored_bytes: int) -> None:
         raise TraceContentError(f"{stored_bytes} bytes of frames would become {decoded_bytes} bytes")
 
 
-def cut_chunks(trace: RoutingTrace) -> NDArray[np.int64]:
-    """Return the rows of each chunk, int64 [C]."""
+def cut_chunks(trace: RoutingTrace, chunk_rows: int | None = None) -> NDArray[np.int64]:
+    """Return the rows of each chunk, int64 [C]; with `chunk_rows`, a chunk ends once it has that many."""
     offsets, tokens = trace.offsets.tolist(), trace.token_ids_N
     arrays = [trace.expert_ids_NLK, *(a for stream in trace.streams.values() for a in stream.arrays().values())]
     row_bytes = max(1, sum(array.nbytes for array in arrays) // max(1, len(tokens)))
@@ -238,7 +240,9 @@ def cut_chunks(trace: RoutingTrace) -> NDArray[np.int64]:
     # only within a frame does zstd find a prompt again.
     cuts = [0]
     for before, start, stop in zip([0, *offsets], offsets, offsets[1:], strict=False):
-        if start > cuts[-1] and stop - cuts[-1] > min(CHUNK_ROWS, most):
+        if chunk_rows is not None and start - cuts[-1] >= chunk_rows:
+            cuts.append(start)
+        elif start > cuts[-1] and stop - cuts[-1] > min(CHUNK_ROWS, most):
             alike = min(start - before, stop - start) // 4
             grouped = alike and np.array_equal(tokens[before : before + alike], tokens[start : start + alike])
             if not grouped or stop - cuts[-1] > most:
@@ -332,12 +336,16 @@ def read_trace(
     sequences: ArrayLike | None = None,
     layers: Iterable[RoutedLayer] | None = None,
     streams: Iterable[str] | None = None,
+    *,
+    num_sequences: int | None = None,
 ) -> tuple[RoutingTrace, dict[str, NDArray[Any]]]:
     """Read as `load`, and return the tensors that are read whole too: of a generation, what it has beside its trace."""
     with FORMAT.open(source) as file:
         metadata, tables = FORMAT.read_opened(file)
         try:
             header = _header_from(metadata, tables, file.tensors[FRAMES].shape[0])
+            if num_sequences not in (None, len(header.offsets) - 1):
+                raise TraceContentError(f"it has {len(header.offsets) - 1} sequences; expected {num_sequences}")
         except TraceContentError as error:
             raise _damage(file, error) from error
         spec, positions = header.spec, np.arange(header.spec.num_layers)
