@@ -187,17 +187,7 @@ def _compile(
     """
     num_cells, num_ranks, num_experts = counts_CGE.shape
     num_home = num_experts // num_ranks
-    num_replicas, num_slots = len(hosts.expert_R), int(hosts.slot_R.max(initial=-1)) + 1
-    most_groups = num_home + num_slots
-    # plans that were made by hand were never checked, and memory is indexed by every number
-    hosts.require_fit(counts_CGE[None])
-    filled_R = (hosts.cell_R * num_ranks + hosts.rank_R) * num_slots + hosts.slot_R
-    is_even = (np.sort(hosts.home_LE) == np.repeat(np.arange(num_ranks), num_home)).all()
-    if not is_even or hosts.slot_R.min(initial=0) < 0 or len(np.unique(filled_R)) < num_replicas:
-        raise PlanError(
-            f"{words[0]}: experts have no homes on ranks in equal numbers, or two replicas are in a slot; "
-            "foreroute.plan.verify says which. Take a plan that it accepts"
-        )
+    num_replicas, most_groups = len(hosts.expert_R), num_home + int(hosts.slot_R.max(initial=-1)) + 1
     out = _Block(
         np.empty((num_cells, num_ranks), np.int64),
         np.empty((num_cells, num_ranks), np.int64),
@@ -216,6 +206,11 @@ def _compile(
     cell = _schedule_cells(rank, hosts, counts, memory_ranks, out, wrong)
     if cell != NONE:
         expert, source, excess = wrong
+        if expert == NONE:
+            raise PlanError(
+                f"{words[cell]}: {hosts._fields[source]} of the plan names what is not there, or does not fit the "
+                "counts; foreroute.plan.verify says more. Take a plan that it accepts"
+            )
         raise PlanError(
             f"{words[cell]}: replicas of expert {expert} are to serve {excess} assignments of rank {source} more than "
             "there are; the plan was made for other counts"
