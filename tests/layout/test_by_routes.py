@@ -157,7 +157,7 @@ def test_places_keep_their_budgets_and_the_certificate_says_what_they_hold(
         ({"groups": 3}, LayoutError, "2 ranks.*3 equal"),
         ({"counts": None, "homes": [[0, 0, 1, 1]]}, ConfigError, "homes.*counts"),
         (
-            {"lengths": [2**30] * 3, "token_budget": 2**31, "counts": np.full((3, 1, 4), 2**30)},
+            {"lengths": [2**29] * 3, "token_budget": 2**30, "counts": np.full((3, 1, 4), 2**29)},
             LayoutError,
             "layer.*in parts",
         ),
