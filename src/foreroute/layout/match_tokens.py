@@ -149,8 +149,8 @@ def _advice(trace: RoutingTrace, sequences: Iterable[NDArray[Any]]) -> str:
     order = order_by_tokens(trace, sequences)
     if order is None or np.array_equal(order, np.arange(len(trace))):
         return (
-            "Expected the batch that the trace was recorded for, sequence by sequence, and attention_mask where it has "
-            "padding"
+            "Expected the batch that the trace was recorded for, sequence by sequence. If the batch has padding, pass "
+            "its attention_mask, with 0 there"
         )
     shown = f"{order.tolist()}" if len(order) <= 64 else f"{str(order[:64].tolist())[:-1]}, …]"
     return f"The batch holds the sequences {shown} of the trace, in that order: replay trace.select of them"
