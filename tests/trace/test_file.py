@@ -2,6 +2,7 @@
 
 from dataclasses import replace
 from functools import partial
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -16,6 +17,8 @@ from foreroute.testing.routes import synthetic_trace
 from foreroute.trace import ENCODINGS
 from foreroute.trace.file import FORMAT, cut_chunks, encode
 from tests.traces import mixed_trace, random_trace, spec_of, uneven_trace, with_decisions
+
+ARCHIVED = Path(__file__).parent / "data" / "trace-3.safetensors"
 
 
 def bytes_of(trace, encoding="sets"):
@@ -70,6 +73,34 @@ def test_what_was_saved_is_read_in_whole_and_in_part(seed, encoding, make, decis
     others = set(trace.streams) - set(names)
     wanted = expected.without_streams(*others) if others else expected
     assert part.equals(wanted.select(sequences).select_layers(layers))
+
+
+def test_a_file_of_this_format_is_read_for_as_long_as_it_is_format_3():
+    """The file was written when format 3 was made: whoever changes the format sees it here."""
+    trace = fr.load(ARCHIVED)
+    assert trace.equals(archived().without_pick_order())
+    assert trace.provenance == archived().provenance
+
+
+def archived():
+    """A trace by plain arithmetic, which depends on no random generator: every kind of layer, row and stream."""
+    kinds = tuple(fr.LayerKind)
+    spec = fr.RoutingSpec(300, 3, tuple(fr.RoutedLayer(i, kinds[i % len(kinds)]) for i in range(5)), model="archive")
+    rows = np.arange(40)[:, None, None] * 7 + np.arange(5)[:, None] * 11
+    ids_NLK = (rows + np.array([200, 0, 100])) % 300
+    trace = fr.RoutingTrace.from_rows(
+        spec,
+        [np.arange(30), [], np.arange(10) + 5],
+        [ids_NLK[:30], ids_NLK[:0], ids_NLK[30:]],
+        valid=[np.arange(30) % 9 < 8, [], np.arange(10) < 9],
+        weight_versions=[np.arange(30) // 16, [], np.full(10, 3)],
+        provenance={"engine": "archive", "note": "ünïcode"},
+    )
+    sets = fr.trace.DecisionStream.from_sets(500, np.arange(40) % 2, np.arange(40) % 2 * 3, np.arange(60) * 5)
+    decided = np.arange(40) < 30
+    counts_ND = np.stack([decided, decided], axis=1).astype(int)
+    choices = fr.trace.DecisionStream.from_sets(2**31 - 1, decided, counts_ND, np.arange(60), layers=spec.layers[:2])
+    return trace.with_stream("sampling", sets).with_stream("indexer", choices)
 
 
 def test_parts_that_are_not_there_are_refused(tmp_path):
