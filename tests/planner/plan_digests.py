@@ -39,6 +39,7 @@ def random_options(rng: np.random.Generator) -> PlanOptions:
         home_moves=[0, 0, 4, None][int(rng.integers(4))],
         replicas=bool(rng.random() < 0.9),
         slots=("layer", "shared")[int(rng.integers(2))],
+        locality=bool(rng.random() < 0.8),
         traffic=False,
         pay_off=False,
         threads=int(rng.integers(1, 4)),

@@ -1,6 +1,5 @@
 """Cells, their bounds and splits against every choice there is, flows and linear programs; and corners."""
 
-from dataclasses import replace
 from itertools import combinations
 
 import numpy as np
@@ -100,14 +99,13 @@ def test_no_split_over_the_same_replicas_is_flatter(redundant, slots):
 
 @pytest.mark.parametrize("slots", ["shared", "layer"])
 @pytest.mark.parametrize("tolerance", [0.0, 0.02])
-def test_no_plan_keeps_many_more_tokens_in_their_node(tolerance, slots):
+def test_a_plan_with_locality_is_at_the_least_and_one_without_is_not(tolerance, slots):
     rng = np.random.default_rng(0)
     counts = rng.poisson(rng.pareto(1.5, (2, 2, 4, 1, 16)).repeat(2, axis=3) * 30).reshape(2, 2, 8, 16)
-    found = plan(counts, Topology(8, 2, 2, LINKS), PlanOptions(tolerance=tolerance, slots=slots))
-    assert -1e-9 <= cross_node_gap(found, counts, tolerance, 4) < 5e-3
-    # the control: replicas whose tokens come from the ranks at the other end
-    turned = replace(found, hosts=found.hosts._replace(tokens_RG=found.hosts.tokens_RG[:, ::-1].copy()))
-    assert cross_node_gap(turned, counts[:, :, ::-1], tolerance, 4) > 0.01
+    near, far = (PlanOptions(tolerance=tolerance, slots=slots, locality=on) for on in (True, False))
+    gaps = [cross_node_gap(plan(counts, Topology(8, 2, 2, LINKS), each), counts, tolerance, 4) for each in (near, far)]
+    assert -1e-9 <= gaps[0] < 5e-3
+    assert gaps[1] > 0.01
 
 
 def test_even_splits_are_even_for_every_source_and_in_all():

@@ -35,6 +35,7 @@ class PlanOptions:
         replicas: False serves every expert at its home alone.
         slots: "layer": each layer has its own redundant slots, which keep what they hold from micro-step to
             micro-step. "shared": one set of slots serves all layers and is empty at every cell.
+        locality: False splits tokens without regard to where they come from.
         traffic: between nodes, also replicate what cuts the slowest link's bytes, where the cost model says that it
             pays: over all micro-steps of a layer, or where slots are shared, cell by cell. None: on in layers where it
             saves more time than planning it exposes.
@@ -50,6 +51,7 @@ class PlanOptions:
     home_moves: int | None = 0
     replicas: bool = True
     slots: SlotSharing = "layer"
+    locality: bool = True
     traffic: bool | None = None
     pay_off: bool | None = None
     threads: int = 1
@@ -61,7 +63,7 @@ class PlanOptions:
             raise ConfigError(
                 f"tolerance is {shown(self.tolerance)}; expected a share of the mean load, from 0 to below 1"
             )
-        for name in ("replicas", *PRICED):
+        for name in ("replicas", "locality", *PRICED):
             value = getattr(self, name)
             if not isinstance(value, bool) and (value is not None or name not in PRICED):
                 raise ConfigError(f"{name} is {shown(value)}; expected true or false")

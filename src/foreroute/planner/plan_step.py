@@ -47,7 +47,7 @@ _plan_block = compiled(
     ArrayOf(np.int64, 2, filled=True),  # [C, 2], what the slowest rank of each cell serves, and serves at least
     ArrayOf(np.int32, 2, filled=True),  # held_LH, what slots hold where they are persistent
     *(INT, INT, INT, INT),  # micro-steps, and layers, from the first number to before the second
-    *(INT, INT, BOOL, FLOAT),  # slots, ranks per node, whether slots are persistent, tolerance
+    *(INT, INT, BOOL, FLOAT, BOOL),  # slots, ranks per node, whether slots are persistent, tolerance, locality
 )
 
 
@@ -175,7 +175,7 @@ def _plan_cells(
         for begin in range(0, num_micro_steps, BLOCK):
             end = min(begin + BLOCK, num_micro_steps)
             block = begin, end, layers.start, layers.stop
-            how = slots, topology.ranks_per_node, persistent, options.tolerance
+            how = slots, topology.ranks_per_node, persistent, options.tolerance, options.locality
             _plan_block(counts, later, hosts, figures_C2, held_LH, *block, *how)
             if not priced.is_any_on:
                 count_planned((end - begin) * len(hosts.home_LE))

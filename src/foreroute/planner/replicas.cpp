@@ -217,7 +217,7 @@ int64_t find_replicas(Cell &cell, int64_t target, bool tolerant) {
 
 // Write the replicas of a cell into `hosts` from row `begin` on; returns the row behind the last. Quotas of experts with
 // replicas are used up.
-int64_t split(Cell &cell, const Array<const int32_t, 2> &counts_GE, const Hosts &hosts, int64_t begin) {
+int64_t split(Cell &cell, const Array<const int32_t, 2> &counts_GE, const Hosts &hosts, int64_t begin, bool local) {
     const auto left_G = cell.split_3G[0], home_G = cell.split_3G[1], quota_V = cell.split_3G[2];
     int64_t end = begin;
     for (int64_t e = 0; e < cell.num_experts; ++e) {
@@ -237,7 +237,7 @@ int64_t split(Cell &cell, const Array<const int32_t, 2> &counts_GE, const Hosts 
         for (int64_t g = 0; g < cell.num_ranks; ++g) left_G(g) = counts_GE(g, e);
         const Host &home = cell.hosts(e);
         split_expert({hosts.rank_R, hosts.tokens_RG, first, end, home.rank, home.quota, cell.ranks_per_node}, quota_V,
-                     left_G, home_G);
+                     left_G, home_G, local);
     }
     return end;
 }
@@ -260,7 +260,7 @@ int64_t target_of(int64_t total, double tolerance, int64_t num_ranks) {
 LOOP void plan_block(const Array<const int32_t, 4> &counts_MLGE, const search::Later &later, const Hosts &hosts,
                      const Array<int64_t, 2> &figures_C2, const Array<int32_t, 2> &held_LH, int64_t first_step,
                      int64_t steps_end, int64_t first_layer, int64_t layers_end, int64_t slots, int64_t ranks_per_node,
-                     bool persistent, double tolerance) {
+                     bool persistent, double tolerance, bool local) {
     using namespace search;
     const int64_t num_layers = layers_end - first_layer;
     Cell cell(counts_MLGE.shape[2], counts_MLGE.shape[3], slots, ranks_per_node, persistent, later);
@@ -277,17 +277,17 @@ LOOP void plan_block(const Array<const int32_t, 4> &counts_MLGE, const search::L
             figures_C2(c, 1) = least_load(cell);
             // what no plan can come below is not searched for
             const int64_t target = max(target_of(total, tolerance, cell.num_ranks), figures_C2(c, 1));
-            if (persistent) serve_near(cell, target);
+            if (persistent && local) serve_near(cell, target);
             const int64_t reached = find_replicas(cell, target, tolerance > 0.0);
             restore_held(cell);
-            circles.keep_local(reached);
+            if (local) circles.keep_local(reached);
             if (persistent) {
                 // A slot that serves nothing was not filled: it still holds what it held.
                 for (int64_t x = cell.num_experts; x < cell.num_hosts; ++x)
                     if (cell.hosts(x).quota) held_LH(layer, x) = cell.hosts(x).expert;
             }
             figures_C2(c, 0) = cell.load_G(heaviest(cell));
-            hosts.offsets(c + 1) = split(cell, counts_GE, hosts, hosts.offsets(c));
+            hosts.offsets(c + 1) = split(cell, counts_GE, hosts, hosts.offsets(c), local);
         }
     }
 }

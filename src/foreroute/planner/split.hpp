@@ -29,15 +29,15 @@ inline int64_t take_near(const Array<T, 1> &tokens_G, const Array<int64_t, 1> &l
 // Share the tokens of one expert out to its replicas; the home gets what is left.
 //
 // No replica serves more than its quota in `quota_V`, which is used up. For given quotas no split keeps more assignments
-// on their rank, nor on their node. The tokens of each source rank, `left_G`, are taken from and added to `tokens_RG`;
-// `home_G` is scratch.
+// on their rank, nor on their node; without `local` they are shared out in order, wherever they come from. The tokens of
+// each source rank, `left_G`, are taken from and added to `tokens_RG`; `home_G` is scratch.
 inline void split_expert(const Replicas &replicas, const Array<int64_t, 1> &quota_V, const Array<int64_t, 1> &left_G,
-                         const Array<int64_t, 1> &home_G) {
+                         const Array<int64_t, 1> &home_G, bool local) {
     // Three rounds: own rank, own node, the rest. In the first two the home comes first, at the end it gets what is
     // left. Tokens never leave a rank or node while a host there has quota left.
     const int64_t sizes[3] = {1, replicas.ranks_per_node, left_G.length()};
     int64_t home_quota = replicas.home_quota;
-    for (int reach = 0; reach < 3; ++reach) {
+    for (int reach = local ? 0 : 2; reach < 3; ++reach) {
         if (reach < 2) home_quota = take_near(home_G, left_G, home_quota, replicas.home, sizes[reach]);
         for (int64_t r = replicas.begin; r < replicas.end; ++r) {
             int64_t &quota = quota_V(r - replicas.begin);

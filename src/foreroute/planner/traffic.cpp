@@ -233,7 +233,7 @@ int64_t make_plan(const Trial &trial, const CellPlan &made) {
         const int64_t home_quota = trial.served_EG(e, home);
         if (end > first)
             split_expert({made.rank_R, made.tokens_RG, first, end, home, home_quota, trial.ranks_per_node}, quota_V,
-                         left_G, home_G);
+                         left_G, home_G, true);
     }
     return end;
 }
