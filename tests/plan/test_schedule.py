@@ -122,6 +122,7 @@ NOT_THERE = {
     "a rank below 0": ("rank_R", -1),
     "all in one slot": ("slot_R", 0),
     "a home": ("home_LE", 4),
+    "all homes on one rank": ("home_LE", 0),
     "offsets": ("offsets", 99),
 }
 
