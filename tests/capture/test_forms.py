@@ -55,17 +55,6 @@ def test_round_trip(name, shape):
     assert trace.provenance == {"wire": form}
 
 
-def test_verl_batch_drops_padding_and_marks_zero_rows():
-    a, b = wires.rollout(RNG), wires.rollout(RNG, prompt=3, response=9)
-    batch = wires.verl([a, b])
-    batch["routed_experts"][1, 4 + 9 :] = 0  # rows that its agent loop did not fill: an answer of a tool
-    trace = decode(batch, model=a.spec)
-    assert trace.tokens(0).tolist() == a.tokens
-    assert trace.tokens(1).tolist() == b.tokens
-    assert np.flatnonzero(~trace.valid_N).tolist() == [11, 12 + 9, 12 + 10, 12 + 11]
-    assert trace.select([0]).equals(known(a))
-
-
 def test_every_choice_and_every_output_is_a_sequence():
     r, other = wires.rollout(RNG), wires.rollout(RNG, response=9)
     one, two = wires.vllm_narrow(r), wires.vllm_narrow(other)

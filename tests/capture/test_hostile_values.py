@@ -30,23 +30,6 @@ class Raises:
         raise RuntimeError("no repr")
 
 
-class Field:
-    """A tensor dictionary: it has a shape and a dtype, and is no array, though numpy would ask it for one."""
-
-    def __init__(self, fields):
-        self._fields = fields
-        self.shape, self.dtype = (1,), None
-
-    def __getitem__(self, name):
-        return self._fields[name]
-
-    def __array__(self, *_args, **_kwargs):
-        raise TypeError("fields of several types are no array")
-
-    def keys(self):
-        return self._fields.keys()
-
-
 SCALARS = [None, True, 5, float("nan"), 10**5000, "", b"\xff", object(), Raises(), {1, 2}, range(3)]
 OUTPUTS = [
     *((), DEEP, ENDLESS, [None], [Raises()], {"choices": DEEP}, {"choices": ENDLESS}, {"routed_experts": Raises()}),
@@ -91,15 +74,3 @@ def test_hostile_tokens(tokens):
     with pytest.raises(CaptureError, match="token") as error:
         decode(ROUTES, model=R.spec, token_ids=tokens)
     assert len(str(error.value)) < 400
-
-
-def test_masks_of_verl_are_bools_or_0_and_1_without_holes():
-    batch = Field(wires.verl([R]))
-    mask = batch["attention_mask"]
-    assert decode(batch, model=R.spec).provenance["wire"] == "verl"
-    batch = wires.verl([R])
-    for kind in (bool, np.uint8):
-        assert decode({**batch, "attention_mask": mask.astype(kind)}, model=R.spec).valid_N.sum() == 11
-    for wrong in (mask * 1.0, 2 * mask, -mask, mask * (np.arange(12) != 4)):
-        with pytest.raises(CaptureError, match="attention_mask"):
-            decode({**batch, "attention_mask": wrong}, model=R.spec)

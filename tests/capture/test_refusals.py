@@ -169,6 +169,10 @@ DAMAGED = [
     (np.zeros((2, 3, 4, 2), int), r"do not say what is padding: RoutingTrace.from_padded takes them"),
     ([raw(""), ROWS], "mix forms .array, sglang."),
     ({"routed_experts": ROWS[None], "input_ids": ROWS[0]}, "lacks position_ids"),
+    *(
+        (wires.verl([R]) | {"attention_mask": mask}, "attention_mask")
+        for mask in (np.ones((1, 12)), np.full((1, 12), 2), np.arange(12)[None] != 4)
+    ),
     # text and bytes
     *((raw(text), "not base64") for text in ("AAAA*AAA", "AAAAA", "AAAA\nAAAA")),
     *((wires.npy(ROWS.astype(dtype)), NO_NPY) for dtype in (np.float32, object, ">i4")),
@@ -225,10 +229,6 @@ TOLD = [
 @pytest.mark.parametrize(("output", "given", "match"), TOLD)
 def test_what_the_caller_says_and_cannot_be_is_refused(output, given, match):
     refused(output, match, **given)
-
-
-def test_two_routers_of_one_layer_have_columns_of_their_own():
-    assert decode(R.routes_RLK, model=ROUTERS, token_ids=R.tokens).valid_N.sum() == 11
 
 
 def test_zeros_of_a_top_1_model_are_experts_or_none():

@@ -7,8 +7,7 @@ from hypothesis import strategies as st
 
 import foreroute as fr
 from foreroute.capture import decode
-from foreroute.errors import CaptureError, TraceContentError
-from tests import wires
+from foreroute.errors import CaptureError
 
 torch = pytest.importorskip("torch")
 
@@ -69,20 +68,3 @@ def test_decode_takes_the_rows_that_python_picks(data, seed):
         row if there else np.zeros((3, top_k), int).tolist()
         for row, there in zip([None] * start + rows.tolist() + [None], trace.valid_N, strict=True)
     ]
-
-
-R = wires.rollout(np.random.default_rng(12), experts=128)
-
-
-def test_the_highest_number_is_a_gap_in_whole_rows_alone_and_with_one_pick_an_expert():
-    rows = R.routes_RLK.astype(np.uint8)
-    rows[3, 1] = 255
-    with pytest.raises(CaptureError, match=r"ids from [01] to 255"):
-        decode(rows, model=R.spec, token_ids=R.tokens)
-    r = wires.rollout(np.random.default_rng(13), experts=256, top_k=1)
-    rows = r.routes_RLK.astype(np.uint8)
-    rows[3] = 255
-    assert decode(rows, model=r.spec, token_ids=r.tokens).valid_N.sum() == 11
-    spec = fr.RoutingSpec(128, 1, r.spec.layers)
-    with pytest.raises(TraceContentError, match="ids from 255 to 255; expected 0 to 127"):
-        fr.RoutingTrace.from_sequences(spec, [[1, 2]], [np.full((1, 4, 1), 255, np.uint8)])

@@ -64,20 +64,6 @@ def test_row_p_has_the_set_that_token_p_1_was_drawn_from(form):
         decode(form(R, sets), model=R.spec)
 
 
-def test_a_set_of_all_tokens_left_nothing_out():
-    model = {"model": R.spec, "vocabulary_size": max(R.tokens) + 1}
-    sets = sets_for(R.response)
-    sets = [[min(token, model["vocabulary_size"] - 1) for token in ids] for ids in sets]
-    sets = [list({*ids, token}) for ids, token in zip(sets, R.response, strict=True)]
-    sets[2] = list(range(model["vocabulary_size"]))
-    stream = decode(sglang(R, sets), **model).streams[SAMPLING]
-    assert stream.valid_N[8]
-    assert stream.counts_ND[8, 0] == 0
-    sets[2][0] = 1  # twice now
-    with pytest.raises(CaptureError, match="twice"):
-        decode(sglang(R, sets), **model)
-
-
 def changed(position, value):
     def change(sets):
         return [*sets[:position], value, *sets[position + 1 :]]
@@ -114,15 +100,3 @@ def test_a_response_without_a_prompt_has_no_row_for_its_first_mask(others):
         CaptureError, match=f"sequence {others} has 12 sampling masks, 12 tokens and 12 of them.*a prompt of one"
     ):
         decode(answers, **MODEL)
-
-
-@pytest.mark.parametrize(
-    "mask",
-    [np.array([3.0]), np.array([[3]]), np.array([True]), np.array(3), np.ma.array([3], mask=[1])],
-    ids=["floats", "two axes", "bools", "no axis", "masked"],
-)
-def test_arrays_that_are_no_sets_are_refused(mask):
-    output = vllm_arrays(R, sets_for(R.response))
-    output.outputs[0].sampling_mask.token_ids[2] = mask
-    with pytest.raises(CaptureError, match=r"list.*token"):
-        decode(output, **MODEL)

@@ -13,12 +13,9 @@ from foreroute.costs.presets import HARDWARE, MODELS
 from foreroute.costs.pricing import least_seconds, parts_of_cells, slowest_attention, step_parts, work_of_cells
 from foreroute.errors import PlanError
 from foreroute.plan import Topology
-from foreroute.plan.hosts import CellPlan, Hosts
-from foreroute.simulate import simulate
-from foreroute.simulate.balancers import Balancer
+from foreroute.plan.hosts import Hosts
 from tests.costs.cost_oracle import oracle, price_cell, price_plan
 from tests.plan.random_plans import LINKS, changed, random_counts, random_plan
-from tests.simulate.simulate_cases import small_config
 
 SMALL = replace(MODELS["qwen3-30b-a3b"], top_k=2, num_experts=8)
 COSTS = CostModel(model=SMALL, hardware=HARDWARE["h100"])
@@ -100,16 +97,6 @@ def test_hosts_that_do_not_fit_are_refused_by_every_door(name):
     ):
         with pytest.raises(PlanError, match=message):
             door()
-
-
-def test_a_balancer_of_users_that_names_no_rank_is_refused():
-    def wrong(problem):
-        for layer, counts_GE in problem.cells():
-            home_E, one = problem.home_LE[layer].astype(np.int16), np.ones(1, np.int16)
-            yield CellPlan(home_E, one, 20_000 * one, -one, one > 0, np.zeros((1, len(counts_GE)), np.int32))
-
-    with pytest.raises(PlanError, match=r"rank_R.*20000.*0 to 3"):
-        simulate(small_config(), balancers={"mine": Balancer("mine", "micro-step", wrong)})
 
 
 @pytest.mark.parametrize("dispatcher", ["copies", "dedup"])

@@ -5,7 +5,6 @@ from dataclasses import dataclass
 import numpy as np
 
 from foreroute import LayerKind, RoutedLayer, RoutingSpec, RoutingTrace, layout
-from foreroute.layout.packing import padded_batches
 from tests.layout import layout_oracle as oracle
 
 
@@ -94,7 +93,7 @@ def draw_case(seed):
     align = chunks * int(rng.integers(1, 4)) * (1 if form == "thd" else tp)
     return Case(
         lengths=tuple(int(n) for n in lengths),
-        batches=_draw_batches(rng, lengths, align),
+        batches=_draw_batches(rng, len(lengths)),
         form=form,
         side=str(rng.choice(["left", "right"])),
         align=align,
@@ -114,17 +113,8 @@ def draw_model(rng):
     return RoutingSpec(num_experts, top_k, tuple(layers), model="canary")
 
 
-def _draw_batches(rng, lengths, align):
-    """Micro-batches of any kind, or one batch of any sequences in any order."""
-    kind = rng.integers(3)
-    if kind == 0:
-        chosen = rng.permutation(len(lengths))[: int(rng.integers(1, len(lengths) + 1))]
-        return (tuple(int(s) for s in chosen),)
-    aligned = -(-lengths // align) * align
-    budget = int(aligned.max(initial=1)) + int(rng.integers(0, 30))
-    if kind == 1:
-        packed = layout.pack_sequences(aligned, 1, budget)
-        batches = [packed.sequences(m, 0) for m in range(packed.num_micro_steps)]
-    else:
-        batches = padded_batches(aligned, budget)
-    return tuple(tuple(sequences.tolist()) for sequences in batches)
+def _draw_batches(rng, size):
+    """Micro-batches of any sequences in any order; some of all, and some of one alone."""
+    chosen = rng.permutation(size)[: int(rng.integers(1, size + 1)) if rng.random() < 0.3 else size]
+    cuts = np.sort(rng.integers(0, len(chosen), int(rng.integers(0, 4))))
+    return tuple(tuple(part.tolist()) for part in np.split(chosen, cuts) if len(part))

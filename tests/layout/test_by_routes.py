@@ -157,7 +157,7 @@ def test_places_keep_their_budgets_and_the_certificate_says_what_they_hold(
         ({"groups": 3}, LayoutError, "2 ranks.*3 equal"),
         ({"counts": None, "homes": [[0, 0, 1, 1]]}, ConfigError, "homes.*counts"),
         (
-            {"lengths": [2**30] * 3, "token_budget": 2**31, "counts": np.full((3, 1, 4), 2**30)},
+            {"lengths": [2**29] * 3, "token_budget": 2**30, "counts": np.full((3, 1, 4), 2**29)},
             LayoutError,
             "layer.*in parts",
         ),
@@ -267,6 +267,7 @@ def cost(lengths, square):
 )
 @example(lengths=[1, 1, 0, 0], num_ranks=4, spare=1, square=0.0)
 @example(lengths=[2, 1], num_ranks=1, spare=1, square=0.0)  # they fill the place
+@example(lengths=[4] * 20, num_ranks=1, spare=6, square=0.0)  # the number that works was stepped over
 def test_the_longest_goes_first_to_the_lightest_place_with_room(lengths, num_ranks, spare, square):
     """Against the rule in loops over all places, and as many micro-steps as the first number that works."""
     budget = max(lengths) + spare

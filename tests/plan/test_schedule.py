@@ -124,7 +124,8 @@ NOT_THERE = {
     "a rank below 0": ("rank_R", -1),
     "all in one slot": ("slot_R", 0),
     "a home": ("home_LE", 4),
-    "offsets": ("offsets", 9),
+    "all homes on one rank": ("home_LE", 0),
+    "offsets": ("offsets", 99),
 }
 
 
@@ -137,5 +138,6 @@ def test_what_is_not_there_is_refused_before_memory_is_indexed_by_it(what):
     if what in NOT_THERE:
         name, value = NOT_THERE[what]
         plan = changed(plan, name, slice(name == "offsets", None), value)
-    with pytest.raises(PlanError, match=r"not there.*verify"):
+    named = {"sources": "tokens_RG", "experts": "home_LE"}.get(what) or NOT_THERE[what][0]
+    with pytest.raises(PlanError, match=rf"layer 0: .*{named}.*not there.*verify"):
         ExecutionSchedule(plan, counts_MLGE, 0).cell(0, 0)

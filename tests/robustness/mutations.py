@@ -35,7 +35,7 @@ def forge(raw, rng, apart=()):
             metadata[name] = forge_text(metadata[name], rng)
         else:
             name = _one_of(sorted(tensors), rng)
-            tensors[name] = _changed(tensors[name], rng) if rng.random() < 0.5 else _replaced(tensors[name], rng)
+            tensors[name] = _changed(tensors[name], rng)
     put_checksum_right(tensors, metadata, apart)
     return save(tensors, metadata=metadata)
 
@@ -122,43 +122,30 @@ DAMAGES = (
 
 
 def _changed(tensor, rng):
-    """A tensor of another size, shape or type, or with a few other numbers."""
-    kind = rng.random()
-    if kind < 0.1 or not tensor.size:
+    """A tensor of another size, shape or type, with a few other numbers, or a whole other column."""
+    kind, flat = int(rng.integers(10)), tensor.reshape(-1).copy()
+    if kind == 0 or not tensor.size:
         return np.resize(tensor, tensor.size + 1) if tensor.ndim == 1 else tensor.reshape(-1)
-    if kind < 0.2:
+    if kind == 1:
         return np.atleast_1d(tensor)[:-1].copy()
-    if kind < 0.3:
+    if kind == 2:
         with np.errstate(invalid="ignore"):  # of numbers that an integer cannot hold
             return tensor.astype(_one_of(("<i4", "|u1", "<i8", "<u8"), rng))
-    flat = tensor.reshape(-1).copy()
-    words = flat.view(f"u{flat.itemsize}")
-    for place in rng.integers(flat.size, size=int(rng.integers(1, 5))):
-        near = int(words[place]) + int(rng.integers(-2, 3))
-        words[place] = (near if rng.random() < 0.5 else _extreme(rng)) % (1 << 8 * flat.itemsize)
-    return flat.reshape(tensor.shape)
-
-
-def _replaced(tensor, rng):
-    """A whole column that keeps its type and shape: staircases that wrap, extremes, permutations, constants."""
-    flat = tensor.reshape(-1).copy()
-    if not flat.size:
-        return tensor
-    words = flat.view(f"u{flat.itemsize}")
-    bits = 8 * flat.itemsize
-    kind, inner = int(rng.integers(5)), max(len(words) - 2, 0)
-    if kind == 0:  # differences of neighbours wrap to something small, and the ends stay
-        words[1:-1] = np.array([_staircase(i, bits, rng) for i in range(inner)], np.uint64)
-    elif kind == 1:  # lengths whose sum wraps to what it was
+    words, bits = flat.view(f"u{flat.itemsize}"), 8 * flat.itemsize
+    if kind == 3:  # differences of neighbours wrap to something small, and the ends stay
+        words[1:-1] = np.array([_staircase(i, bits, rng) for i in range(max(len(words) - 2, 0))], np.uint64)
+    elif kind == 4:  # lengths whose sum wraps to what it was
         total = int(words.sum(dtype=np.uint64))
         words[:] = np.array([_extreme(rng) % (1 << bits) for _ in words], np.uint64)
         words[-1] = (total - int(words[:-1].astype(object).sum())) % (1 << bits)
-    elif kind == 2:
-        words[:] = rng.permutation(words) if rng.random() < 0.5 else words[::-1].copy()
-    elif kind == 3:
+    elif kind == 5:
+        words[:] = rng.permutation(words)
+    elif kind == 6:
         words[:] = _extreme(rng) % (1 << bits)
     else:
-        words[:] = rng.integers(0, 1 << min(bits, 62), len(words), dtype=np.uint64)
+        for place in rng.integers(flat.size, size=int(rng.integers(1, 5))):
+            near = int(words[place]) + int(rng.integers(-2, 3))
+            words[place] = (near if rng.random() < 0.5 else _extreme(rng)) % (1 << bits)
     return flat.reshape(tensor.shape)
 
 

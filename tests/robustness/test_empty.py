@@ -210,19 +210,12 @@ MASK = np.ma.array([[True, True]], mask=[[False, True]])
 MASKED = {
     "tokens": lambda: fr.RoutingTrace.from_sequences(ONE_LAYER, [HIDDEN], [[[[0, 1]], [[2, 3]]]]),
     "routes": lambda: fr.RoutingTrace.from_sequences(ONE_LAYER, [[1, 2]], [ROUTES]),
-    "padded routes": lambda: fr.RoutingTrace.from_padded(ONE_LAYER, [[1, 2]], ROUTES[None]),
     "an attention mask": lambda: fr.RoutingTrace.from_padded(ONE_LAYER, [[1, 2]], [[[[0, 1]], [[2, 3]]]], MASK),
-    "sequences": lambda: random_trace(0).select(HIDDEN - 1),
     "lengths": lambda: layout.pack(HIDDEN),
     "a batch": lambda: layout.locate_rows(random_trace(0), HIDDEN[None]),
-    "a batch's mask": lambda: layout.locate_rows(random_trace(0), [[1, 2]], MASK),
-    "starts": lambda: layout.locate_rows(random_trace(0), [[1, 2]], None, MASK),
-    "positions": lambda: layout.starts_from_positions(HIDDEN[None] - 1, np.ones((1, 2), bool)),
-    "cumulative lengths": lambda: layout.starts_from_cumulative_lengths(HIDDEN - 1, np.ones((1, 1), bool)),
     "values of ranks": lambda: layout.collect([(layout.pack([2]).rows(), LOGPROBS)]),
     "counts": lambda: check_counts(COUNTS),
     "log-probs": lambda: mismatch.token_mismatch(LOGPROBS, [-0.5, -0.5]),
-    "compared log-probs": lambda: fr.compare(LOGPROBS, [-0.5, -0.5]),
     "log-probs of a generation": lambda: Generation(
         TWO_TOKENS, np.array([1]), LOGPROBS[1:].astype(np.float32), np.array([False, True])
     ),

@@ -35,12 +35,6 @@ def test_impossible_routes_are_refused(ids, message):
         fr.RoutingTrace.from_sequences(SPEC, [[1, 2]], [ids])
 
 
-@pytest.mark.parametrize("version", [1.5, True, "1", None, -2, 2**31])
-def test_weight_versions_are_whole_numbers(version):
-    with pytest.raises(TraceContentError, match="weight version"):
-        random_trace(0).with_weight_version(version)
-
-
 @pytest.mark.parametrize(
     ("changed", "message"),
     [
@@ -93,6 +87,12 @@ def test_digest_depends_on_tokens_routes_versions_and_every_stream():
     assert digest(with_streams) == digest(with_decisions(a, 0))
     changed += [with_streams, with_decisions(a, 1), *map(with_streams.without_streams, (SAMPLING, "indexer"))]
     assert len({digest(t) for t in [a, *changed]}) == 8
+
+
+def test_facts_of_joined_traces_are_those_on_which_they_agree():
+    a = random_trace(0)
+    parts = [a.with_provenance(engine="x", day=day) for day in "121"]
+    assert fr.concatenate(parts).provenance == a.provenance | {"engine": "x", "day": "2 values"}
 
 
 def test_ids_that_no_expert_has_are_not_counted():

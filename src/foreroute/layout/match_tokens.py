@@ -15,11 +15,6 @@ from foreroute.layout.rank_rows import PAD
 from foreroute.trace import RoutingTrace
 from foreroute.trace.checks import as_offsets, ascending, join_ranges, place_of
 
-UNMASKED = (
-    "No attention_mask was given, or none of zeros, and each sequence of the trace is in its row of the batch, beside "
-    "what seems to be padding: pass the mask, 0 for the padding"
-)
-
 
 def locate_rows(
     trace: RoutingTrace,
@@ -52,10 +47,7 @@ def locate_rows(
     rows, objection = _compared(trace, token_ids, length_S)
     if objection:
         sequences = np.split(token_ids, np.cumsum(length_S)[:-1])
-        advice = _advice(trace, sequences)
-        if kept_BT.all() and ids_BT.size and len(ids_BT) == len(trace):
-            advice = UNMASKED if _fits_amid_padding(trace, ids_BT) else advice + _repeated(trace, ids_BT)
-        raise BatchMismatchError(f"{objection}. {advice}")
+        raise BatchMismatchError(f"{objection}. {_advice(trace, sequences)}")
     located[kept_BT.reshape(-1)] = rows
     return located
 
@@ -152,40 +144,14 @@ def _compared(
     return rows, ""
 
 
-def _fits_amid_padding(trace: RoutingTrace, ids_BT: NDArray[Any]) -> bool:
-    """Say whether each row of the batch has its sequence of the trace amid padding, and one of them behind some."""
-    padding = [_padding_before(ids_T, trace.tokens(s)) for s, ids_T in enumerate(ids_BT)]
-    return None not in padding and any(padding)
-
-
-def _repeated(trace: RoutingTrace, ids_BT: NDArray[Any]) -> str:
-    """Say that a row begins with one token several times, and its sequence of the trace with another."""
-    for s, row_T in enumerate(ids_BT[:, :2]):
-        if len(row_T) > 1 and row_T[0] == row_T[1] and trace.lengths[s] and row_T[0] != trace.tokens(s)[0]:
-            return (
-                f". If token {row_T[0]}, with which sequence {s} of the batch begins, is padding, pass attention_mask"
-            )
-    return ""
-
-
-def _padding_before(ids_T: NDArray[Any], tokens: NDArray[np.int32]) -> int | None:
-    """Count the copies of one token before these, where only copies of one follow; None for anything else."""
-    leading = [int(np.append(each != ids_T[0], True).argmax()) for each in (ids_T, tokens)]
-    # the last token may be left out at the end of the row, as where the next one is predicted
-    for begin in (0, leading[0] - leading[1]):  # the tokens may begin with that which pads
-        here_T = ids_T[max(begin, 0) :]
-        whole_T, behind_T = here_T[: len(tokens)], here_T[len(tokens) :]
-        is_here = np.array_equal(whole_T, tokens) or (len(here_T) and np.array_equal(here_T, tokens[:-1]))
-        if begin >= 0 and is_here and (behind_T == behind_T[:1]).all():
-            return begin
-    return None
-
-
 def _advice(trace: RoutingTrace, sequences: Iterable[NDArray[Any]]) -> str:
     """Say which sequences of the trace a batch holds, where those are not all in order."""
     order = order_by_tokens(trace, sequences)
     if order is None or np.array_equal(order, np.arange(len(trace))):
-        return "Expected the batch that the trace was recorded for, sequence by sequence"
+        return (
+            "Expected the batch that the trace was recorded for, sequence by sequence. If the batch has padding, pass "
+            "its attention_mask, with 0 there"
+        )
     shown = f"{order.tolist()}" if len(order) <= 64 else f"{str(order[:64].tolist())[:-1]}, …]"
     return f"The batch holds the sequences {shown} of the trace, in that order: replay trace.select of them"
 

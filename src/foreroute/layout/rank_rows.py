@@ -22,7 +22,7 @@ class RankRows:
     """The R router rows of one rank, in the order in which its routers see them.
 
     Attributes:
-        packed_row_R: int32 or int64 [R], the packed trace row that each router row sees; `PAD` (-1) where it sees none.
+        packed_row_R: int32 [R], the packed trace row that each router row sees; `PAD` (-1) where it sees none.
         num_rows: N, packed rows of the trace that the indices are for.
     """
 

@@ -112,16 +112,23 @@ inline int64_t most_replicas(const Array<int64_t, 1> &offsets) {
     return most;
 }
 
-// Say whether the arrays of hosts fit each other and the counts: those of a plan made by hand were never checked.
-inline bool is_whole(const Hosts &hosts, const Array<const int32_t, 3> &counts_CGE) {
+// Fields of `Hosts`, by their number.
+enum Field : int64_t { HOME_LE, OFFSETS, EXPERT_R, RANK_R, SLOT_R, FETCHED_R, TOKENS_RG };
+
+// The first array of hosts that does not fit the others and the counts, or NONE: those of a plan made by hand were
+// never checked.
+inline int64_t misfit(int64_t rank, const Hosts &hosts, const Array<const int32_t, 3> &counts_CGE) {
     const auto [num_cells, num_ranks, num_experts] = counts_CGE.shape;
     const int64_t num_replicas = hosts.expert_R.length();
-    bool whole = hosts.home_LE.length() > 0 && hosts.home_LE.shape[1] == num_experts;
-    whole &= hosts.rank_R.length() == num_replicas && hosts.slot_R.length() == num_replicas;
-    whole &= hosts.tokens_RG.length() == num_replicas && hosts.tokens_RG.shape[1] == num_ranks;
-    if (!whole || hosts.offsets.length() != num_cells + 1 || hosts.offsets[0] != 0) return false;
-    for (int64_t c = 0; c < num_cells; ++c) whole &= hosts.offsets[c] <= hosts.offsets[c + 1];
-    return whole && hosts.offsets[num_cells] <= num_replicas;
+    if (!hosts.home_LE.length() || hosts.home_LE.shape[1] != num_experts) return HOME_LE;
+    if (hosts.rank_R.length() != num_replicas) return RANK_R;
+    if (hosts.slot_R.length() != num_replicas) return SLOT_R;
+    if (hosts.tokens_RG.length() != num_replicas || hosts.tokens_RG.shape[1] != num_ranks) return TOKENS_RG;
+    if (rank < 0 || rank >= num_ranks) return TOKENS_RG;
+    if (hosts.offsets.length() != num_cells + 1 || hosts.offsets[0] != 0) return OFFSETS;
+    for (int64_t c = 0; c < num_cells; ++c)
+        if (hosts.offsets[c] > hosts.offsets[c + 1]) return OFFSETS;
+    return hosts.offsets[num_cells] <= num_replicas ? NONE : OFFSETS;
 }
 
 // Fills a block cell by cell. Its arrays are those of the cell that it is at.
@@ -151,19 +158,21 @@ struct Scheduler {
           place_S(num_home), source_R(most), target_R(most), round_R(most), place_R(most),
           edge_at(2, num_ranks, most) {}
 
-    // Say whether all that a cell names is there: homes, as many on every rank; experts, ranks and slots of replicas.
-    bool knows(const Cell &cell) const {
+    // The first array of a cell that names what is not there: homes, as many on every rank; experts, ranks and slots of
+    // replicas. NONE where all is there.
+    int64_t not_there(const Cell &cell) const {
         Scratch<int64_t, 1> homes_G(num_ranks), replicas_G(num_ranks);
         for (int64_t e = 0; e < num_experts; ++e) {
             const int64_t g = cell.home_E[e];
-            if (g < 0 || g >= num_ranks || ++homes_G(g) > num_home) return false;
+            if (g < 0 || g >= num_ranks || ++homes_G(g) > num_home) return HOME_LE;
         }
         for (int64_t r = 0; r < cell.num_replicas; ++r) {
             const int64_t e = cell.expert_R[r], g = cell.rank_R[r];
-            if (e < 0 || e >= num_experts || g < 0 || g >= num_ranks) return false;
-            if (++replicas_G(g) > most_groups - num_home) return false;
+            if (e < 0 || e >= num_experts) return EXPERT_R;
+            if (g < 0 || g >= num_ranks) return RANK_R;
+            if (++replicas_G(g) > most_groups - num_home) return SLOT_R;
         }
-        return true;
+        return NONE;
     }
 
     // List the experts of every rank in ascending order of their id, and the place of each.
@@ -363,16 +372,16 @@ struct Scheduler {
 
 // Fill `out` for the cells of a block, whose layers are 0, 1, ... L - 1, 0, ... Returns NONE, or the first cell whose
 // replicas serve more than there is: `excess` has the expert, the source rank, and by how many; or the first that names
-// what is not there: the expert is NONE.
+// what is not there: the expert is NONE, and then comes the array.
 LOOP int64_t schedule_cells(int64_t rank, const Hosts &hosts, const Array<const int32_t, 3> &counts_CGE,
                             int64_t memory_ranks, const plan_schedule::Block &out, const Array<int64_t, 1> &excess) {
     using namespace plan_schedule;
     excess(0) = NONE;
-    if (rank < 0 || rank >= counts_CGE.shape[1] || !is_whole(hosts, counts_CGE)) return 0;
+    if ((excess(1) = misfit(rank, hosts, counts_CGE)) != NONE) return 0;
     Scheduler schedule(rank, memory_ranks, out, counts_CGE.shape[1], counts_CGE.shape[2], most_replicas(hosts.offsets));
     for (int64_t c = 0; c < counts_CGE.length(); ++c) {
         const Cell cell(hosts, counts_CGE, c);
-        if (!schedule.knows(cell)) return c;
+        if ((excess(1) = schedule.not_there(cell)) != NONE) return c;
         schedule.order_homes(cell);
         schedule.order_replicas(cell);
         schedule.count_served(cell);

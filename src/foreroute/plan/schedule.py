@@ -197,8 +197,8 @@ def _compile(
         expert, source, excess = wrong
         if expert == NONE:
             raise PlanError(
-                f"{words[cell]}: the plan names homes, experts, ranks or slots that are not there; "
-                "foreroute.plan.verify says which. Take a plan that it accepts"
+                f"{words[cell]}: {hosts._fields[source]} of the plan names what is not there, or does not fit the "
+                "counts; foreroute.plan.verify says more. Take a plan that it accepts"
             )
         raise PlanError(
             f"{words[cell]}: replicas of expert {expert} are to serve {excess} assignments of rank {source} more than "

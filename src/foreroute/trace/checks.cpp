@@ -3,39 +3,25 @@
 
 namespace trace_checks {
 
-// Words of eight ids of one byte, and the same ids.
-constexpr int64_t AT_ONCE = 8;
-using Words = uint64_t __attribute__((vector_size(8 * AT_ONCE)));
-using Ids = uint8_t __attribute__((vector_size(8 * AT_ONCE)));
-
 // See `are_sets_of_eight` below.
-[[gnu::always_inline]] inline bool are_sets(const Array<const uint64_t, 2> &picks_NL,
-                                            const Array<const bool, 1> &valid_N, int64_t num_experts) {
-    const Ids most = Ids{} + static_cast<uint8_t>(num_experts - 1);
+INLINED bool are_sets(const Array<const uint64_t, 2> &picks_NL, const Array<const bool, 1> &valid_N,
+                      int64_t num_experts) {
+    constexpr uint64_t ONES = 0x0101010101010101, TOPS = 0x8080808080808080;
     const int64_t num_layers = picks_NL.shape[1];
     for (int64_t row = 0; row < picks_NL.length(); ++row) {
         if (!valid_N[row]) continue;
-        Words bad = {};
-        for (int64_t layer = 0; layer < num_layers; layer += AT_ONCE) {
-            Words words = Words{} + 0x0706050403020100;  // eight ids that are as they should be
-            if (num_layers >= AT_ONCE) {
-                // the last words may be looked at twice
-                memcpy(&words, &picks_NL(row, min(layer, num_layers - AT_ONCE)), sizeof(Words));
-            } else {
-                memcpy(&words, &picks_NL(row, 0), num_layers * sizeof(uint64_t));
-            }
-            const Ids ids = reinterpret_cast<Ids>(words);
-            bad |= reinterpret_cast<Words>(ids > most);
+        const uint64_t *picks_L = &picks_NL(row, 0);
+        const uint8_t *ids = reinterpret_cast<const uint8_t *>(picks_L);
+        uint64_t bad = 0;
+        uint8_t most = 0;
+        for (int64_t i = 0; i < 8 * num_layers; ++i) most = max(most, ids[i]);
+        for (int64_t layer = 0; layer < num_layers; ++layer)
             // turned by one to four bytes, each id has met each other of its word
-#pragma unroll
             for (int turn = 8; turn <= 32; turn += 8) {
-                const Words turned = (words << turn) | (words >> (64 - turn));
-                bad |= reinterpret_cast<Words>(ids == reinterpret_cast<Ids>(turned));
+                const uint64_t differ = picks_L[layer] ^ (picks_L[layer] << turn | picks_L[layer] >> (64 - turn));
+                bad |= (differ - ONES) & ~differ & TOPS;  // not 0 where a byte is 0
             }
-        }
-        uint64_t any = 0;
-        for (int i = 0; i < AT_ONCE; ++i) any |= bad[i];
-        if (any) return false;
+        if (bad != 0 || most >= num_experts) return false;
     }
     return true;
 }

@@ -7,78 +7,20 @@ namespace trace_file {
 // cache. Shorter pieces of L · K planes take longer: each begins in a page of its own (256 took up to twice 1,024).
 constexpr int64_t TILE_ROWS = 1024;
 
-// Turn the rows of one layer into columns, with zeros for rows without a route, as many ids at once as a word holds.
-template <class T, class Word>
-void take_words(const Array<const T, 3> &ids_RLK, int64_t layer, const Array<const bool, 1> &valid,
-                const Array<T, 2> &ids_KR) {
-    constexpr int PER_WORD = sizeof(Word) / sizeof(T), BITS = 8 * sizeof(T);
-    Word words[TILE_ROWS];
-    const int64_t count = valid.length();
-    for (int64_t first = 0; first < ids_KR.length(); first += PER_WORD) {
-        for (int64_t row = 0; row < count; ++row) {
-            Word word;
-            memcpy(&word, &ids_RLK(row, layer, first), sizeof(Word));
-            words[row] = word & -static_cast<Word>(valid[row]);
-        }
-        for (int k = 0; k < PER_WORD; ++k) {
-            const auto ids = ids_KR[first + k];
-            for (int64_t row = 0; row < count; ++row) ids(row) = static_cast<T>(words[row] >> (k * BITS));
-        }
-    }
+// Turn the rows of one layer into columns, with zeros for rows without a route.
+template <class T>
+void take_columns(const Array<const T, 3> &ids_RLK, int64_t layer, const Array<const bool, 1> &valid,
+                  const Array<T, 2> &ids_KR) {
+    for (int64_t k = 0; k < ids_KR.length(); ++k)
+        for (int64_t row = 0; row < valid.length(); ++row)
+            ids_KR(k, row) = valid[row] ? ids_RLK(row, layer, k) : 0;
 }
 
-template <class Word>
-struct HalfOf;
-template <>
-struct HalfOf<uint64_t> { using Type = uint32_t; };
-template <>
-struct HalfOf<uint32_t> { using Type = uint16_t; };
-template <>
-struct HalfOf<uint16_t> { using Type = uint8_t; };
-
-// Join columns to one of words, the first in their lowest bits; halves of words first, as many of which fit a vector.
-template <class T, class Word>
-const Word *joined(const Array<T, 2> &ids_KR, int64_t first, int64_t count, Word *__restrict room) {
-    if constexpr (sizeof(Word) == sizeof(T)) {
-        return ids_KR[first].data;
-    } else {
-        using Half = typename HalfOf<Word>::Type;
-        Half rooms[2][TILE_ROWS];
-        const Half *low = joined(ids_KR, first, count, rooms[0]);
-        const Half *high = joined(ids_KR, first + sizeof(Half) / sizeof(T), count, rooms[1]);
-        for (int64_t row = 0; row < count; ++row) {
-            room[row] = static_cast<Word>(low[row] | static_cast<Word>(high[row]) << (8 * sizeof(Half)));
-        }
-        return room;
-    }
-}
-
-// Write columns into the rows of one layer, as many ids at once as a word holds.
-template <class T, class Word>
-void put_words(const Array<T, 2> &ids_KR, int64_t layer, Array<T, 3> out_RLK) {
-    // rows lie far apart: what goes into one is put together before
-    Word room[TILE_ROWS];
-    for (int64_t first = 0; first < ids_KR.length(); first += sizeof(Word) / sizeof(T)) {
-        const Word *words = joined(ids_KR, first, out_RLK.length(), room);
-        for (int64_t row = 0; row < out_RLK.length(); ++row) {
-            memcpy(&out_RLK(row, layer, first), &words[row], sizeof(Word));
-        }
-    }
-}
-
-// Call for the widest words that K ids fill.
-template <class T, class Call>
-void by_words(int64_t top_k, Call call) {
-    const int64_t bytes = top_k * sizeof(T);
-    if (bytes % 8 == 0) {
-        call(uint64_t{});
-    } else if (bytes % 4 == 0) {
-        call(uint32_t{});
-    } else if (bytes % 2 == 0) {
-        call(uint16_t{});
-    } else {
-        call(T{});
-    }
+// Write columns into the rows of one layer.
+template <class T>
+void put_columns(const Array<T, 2> &ids_KR, int64_t layer, const Array<T, 3> &out_RLK) {
+    for (int64_t row = 0; row < out_RLK.length(); ++row)
+        for (int64_t k = 0; k < ids_KR.length(); ++k) out_RLK(row, layer, k) = ids_KR(k, row);
 }
 
 // One pick of all rows of a tile. The compiler makes vectors of these loops, as it is told that columns do not overlap.
@@ -168,9 +110,7 @@ bool gaps_of_rows(const Array<const T, 3> &ids_RLK, const Array<const bool, 1> &
         const auto valid = valid_R.slice(start, stop);
         for (int64_t layer = 0; layer < num_layers; ++layer) {
             const auto gaps_KR = gaps_LKR[layer];
-            by_words<T>(top_k, [&](auto word) {
-                take_words<T, decltype(word)>(ids_RLK.slice(start, stop), layer, valid, ids_KR);
-            });
+            take_columns<T>(ids_RLK.slice(start, stop), layer, valid, ids_KR);
             sort_columns<T>(ids_KR, count);
             memcpy(gaps_KR[0].slice(start, stop).data, ids_KR.data, count * sizeof(T));
             for (int64_t k = 1; k < top_k; ++k) {
@@ -202,9 +142,7 @@ bool put_sets(const Array<const T, 3> &gaps_LKR, const Array<const bool, 1> &val
                 bad |= add_gaps(ids_KR[k - 1].data, gaps, valid.data, ids_KR[k].data, count);
             }
             bad |= leaves_range(ids_KR[top_k - 1].data, valid.data, num_experts, count);
-            by_words<T>(top_k, [&](auto word) {
-                put_words<T, decltype(word)>(ids_KR, layer, out_RLK.slice(start, stop));
-            });
+            put_columns<T>(ids_KR, layer, out_RLK.slice(start, stop));
         }
     }
     return !bad;

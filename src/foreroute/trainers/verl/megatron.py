@@ -307,10 +307,9 @@ def _write_routes(
     """Put recorded routes among the outputs of their micro-batch, for updates to replay."""
     first = 0
     for layout, data, output in zip(layouts, micro_batches, outputs, strict=True):
-        ranges = layout.ranges
-        own = executed.select(np.arange(first, first + len(ranges.count_J)))
+        own = executed.select(np.arange(first, first + len(layout.length_S)))
         first += len(own)
-        output[FIELD] = routed_experts(own.truncated(ranges.high_J - ranges.low_J), data)  # without padding
+        output[FIELD] = routed_experts(own.truncated(layout.length_S), data)  # without padding
 
 
 def register() -> None:
