@@ -7,7 +7,7 @@ a line of another trainer may leave the others out. The reference (docs/referenc
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Annotated, Literal, get_args
+from typing import Annotated, Literal
 
 import numpy as np
 
@@ -20,9 +20,6 @@ SIDES: tuple[Side, ...] = ("native", "replayed")
 
 Load = Literal["at_home", "planned", "executed"]
 """Which load of the ranks: with every expert at its home, by the plan, or as it ran."""
-Grouping = Literal["bound", "by_length", "by_routes"]
-"""How sequences share micro-steps; no grouping is below the bound at these homes."""
-
 Share = Annotated[float, (0, 1)]
 """From 0 to 1, or NaN: a share of nothing."""
 NumRanks = Literal["4", "8", "16"]
@@ -51,8 +48,7 @@ ADVICE: dict[AlarmKind, str] = {
     "held-out reward rises may go on; only runs that replay can have this alarm, so it does not speak against replay.",
     "effective_share": "Lower rl.learning_rate or rl.mini_steps, or bound the weights with rl.correction.",
     "sentinel": "Look at what brings routes and weights from the engine to the trainer. "
-    'rl.sentinel = "drop" leaves tokens after such rows out of the update, '
-    'or all rows of a rank where a layer or all are suspected; "stop" ends the run.',
+    'rl.sentinel = "stop" ends the run before it learns from such rows.',
 }
 """What to do about each, in the keys of `foreroute train`."""
 
@@ -105,8 +101,6 @@ class SamplingRecord:
     """Responses of the step."""
     informative_share: Share | None = None
     """Share of responses with an advantage."""
-    dropped_tokens: int | None = None
-    """Tokens of these that the sentinel left out of the update."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -143,18 +137,12 @@ class ExecutionRecord:
     """Seconds of planning."""
     exposed_planning_s: float | None = None
     """Seconds that passes waited for plans."""
-    packing: dict[Grouping, int] = field(default_factory=dict)
-    """Packed by routes: assignments of the slowest rank at homes, summed over cells, beside `bound` and `by_length`."""
-    forecast_memory_bytes: int | None = None
-    """Most bytes of any rank in an update, modelled before it ran; with `memory_budget`."""
     passes: dict[str, PassRecord] = field(default_factory=dict)
     """By name: recompute, update 0, ..."""
 
     def __post_init__(self) -> None:
         if self.passes and {"at_home", "executed"} - self.max_over_mean.keys():
             raise ValueError("max_over_mean needs at_home and executed where there are passes")
-        if self.packing and set(get_args(Grouping)) - self.packing.keys():
-            raise ValueError("packing needs bound, by_length and by_routes")
         for name, each in self.passes.items():
             try:
                 loads = np.array([each.executed_MLG, each.at_home_MLG], np.int64)
