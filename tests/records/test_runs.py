@@ -64,7 +64,6 @@ def execution_line(at_home, executed):
         ('{"step": 1, "margins_LB": [[1, 2]]}', "margins_LB needs 36 counts in every layer"),
         (execution_line([[[1, 2]]], [[[3]]]), "the same numbers of micro-steps and layers"),
         (execution_line([[[1, 2, 3]]], [[[3, 2, 1]]]), "loads of 2 ranks"),
-        ('{"step": 1, "execution": {"ranks": 2, "packing": {"bound": 1}}}', "packing needs bound, by_length and"),
     ],
 )
 def test_a_damaged_line_in_the_middle_is_refused_with_its_place(tmp_path, text, reason):

@@ -23,9 +23,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from foreroute.errors import InputError, few, shown
-from foreroute.files.kinds import HEAD_BYTES, it_is
 from foreroute.files.places import open_at, write_at
-from foreroute.files.regular import as_path, open_regular, parse_json, reason
+from foreroute.files.regular import HEAD_BYTES, as_path, it_is, open_regular, parse_json, reason
 from foreroute.files.writing import write_atomically, writing_named
 
 DTYPES = {
@@ -238,15 +237,14 @@ class TensorFile:
         try:
             with self._reading():
                 self._size = self._file.seek(0, os.SEEK_END)
-            length = int.from_bytes(self._bytes(0, 8).data, "little") if self._size >= 8 else self._size
-            if length > self._size - 8:
-                self._refuse_another_kind(made_by)
+            head = self._bytes(0, min(self._size, HEAD_BYTES)).tobytes()
+            if head[4:9] != b"\0\0\0\0{":
+                raise error(f"{self.name} is not a safetensors file{it_is(head)}{made_by and f'. {made_by}'}")
+            if (length := int.from_bytes(head[:8], "little")) > self._size - 8:
                 raise self._wrong(f"its header would take {length} of its {self._size} bytes")
             if length > most_header_bytes:
                 raise error(f"{self.name} has a header of {length} bytes; expected {most_header_bytes} at most")
             text = self._bytes(8, length).tobytes()
-            if not text.startswith(b"{"):  # zeros of another kind may be a length
-                self._refuse_another_kind(made_by)
             header = parse_json(text, error, name=f"{self.name}: the safetensors header")
             self.metadata, self.tensors = self._described(header, 8 + length)
         except BaseException:
@@ -285,11 +283,6 @@ class TensorFile:
             yield
         except Exception as cause:
             raise self._error(f"{self.name} cannot be read ({reason(cause)})") from cause
-
-    def _refuse_another_kind(self, made_by: str) -> None:
-        """Refuse a file of another kind that can be told, and say what to do with it."""
-        if what := it_is(self._bytes(0, min(self._size, HEAD_BYTES)).data):
-            raise self._error(f"{self.name} is not a safetensors file{what}{made_by and f'. {made_by}'}")
 
     def _bytes(self, start: int, size: int) -> NDArray[np.uint8]:
         """Return exactly `size` bytes from `start`, which the file had when it was opened."""

@@ -14,10 +14,11 @@ from pathlib import Path
 from typing import Any
 
 from foreroute.errors import ForerouteError, InputError, shown
-from foreroute.files.kinds import HEAD_BYTES, JSON, TEXT, it_is
 
 MOST_BYTES = 4 << 30
 """Bytes that are read in one piece at most, unless the caller says otherwise; larger inputs are mistakes."""
+HEAD_BYTES = 32
+"""Bytes at the beginning that tell a kind of file."""
 BUFFER_BYTES = 1 << 14
 """Read at once at least: the header and the small tensors of most files."""
 NO_FILE = {
@@ -27,6 +28,19 @@ NO_FILE = {
     stat.S_IFCHR: "a device",
     stat.S_IFBLK: "a device",
 }
+PICKLE = "a pickle. If torch.save wrote it, torch.load(path, weights_only=True) opens it: hand in its arrays"
+KINDS = {
+    b"\x93NUMPY": "an array of numpy (.npy). numpy.load(path) opens it: hand in its arrays",
+    b"PK\x03\x04": "a zip, as torch.save (.pt) and numpy (.npz) write them. Open it with these: hand in its arrays",
+    **{b"\x80" + bytes([version]): PICKLE for version in (2, 3, 4, 5)},
+    b"\x1f\x8b": "compressed by gzip (.gz). Unpack it first",
+    b"\x28\xb5\x2f\xfd": "compressed by zstd (.zst). Unpack it first",
+    b"PAR1": "a Parquet file. Read it with pandas or pyarrow, and hand in its columns",
+    b"version https://git-lfs": "a pointer of Git LFS, and not the file itself. git lfs pull fetches it",
+    b"\xff\xfe": "text in UTF-16. Save it as UTF-8",
+    b"\xfe\xff": "text in UTF-16. Save it as UTF-8",
+}
+"""Kinds of file that are handed in for others, by how they begin, and what to do."""
 
 
 def as_path(path: object, error: type[InputError]) -> Path:
@@ -60,9 +74,7 @@ def read_file(path: str | os.PathLike[str], error: type[InputError], *, most_byt
         # its size is asked before anything is allocated
         size = os.fstat(file.fileno()).st_size
         if size > most_bytes:
-            raise error(
-                f"{path} has {size} bytes; expected {most_bytes} at most{it_is(file.read(HEAD_BYTES), beside=(TEXT,))}"
-            )
+            raise error(f"{path} has {size} bytes; expected {most_bytes} at most{it_is(file.read(HEAD_BYTES))}")
         try:
             content = file.read(size)
         except OSError as cause:
@@ -84,8 +96,8 @@ def parse_json(text: str | bytes | bytearray, error: type[ForerouteError], *, na
     except ForerouteError:
         raise
     except ValueError as cause:
-        content = text[:HEAD_BYTES].encode(errors="replace") if isinstance(text, str) else text
-        raise error(f"{name} is not JSON ({cause}){it_is(content, beside=(JSON, TEXT))}") from cause
+        content = text[:1].encode(errors="replace") if isinstance(text, str) else text
+        raise error(f"{name} is not JSON ({cause}){it_is(content)}") from cause
     except RecursionError as cause:  # deeper than the interpreter's stack
         raise error(f"{name} is not JSON that can be read: it is nested too deep") from cause
 
@@ -96,7 +108,15 @@ def _decoded(content: bytes | bytearray, error: type[ForerouteError], name: str)
         return content.decode("utf-8")
     except UnicodeDecodeError as cause:
         why = f"{cause.reason} at byte {cause.start}"
-        raise error(f"{name} is not text in UTF-8 ({why}){it_is(content, beside=(JSON, TEXT))}") from cause
+        raise error(f"{name} is not text in UTF-8 ({why}){it_is(content)}") from cause
+
+
+def it_is(content: bytes | bytearray | memoryview) -> str:
+    """End a sentence with the kind of file that begins so, and what to do; empty where nothing tells."""
+    head = bytes(content[:HEAD_BYTES])
+    if not head:
+        return ": it is empty. Was it written to the end? Make it again"
+    return next((f": it is {kind}" for begin, kind in KINDS.items() if head.startswith(begin)), "")
 
 
 def reason(cause: Exception) -> str:

@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any
 
 from foreroute.errors import ConfigError
-from foreroute.files.kinds import TEXT, TOML, it_is
 from foreroute.files.regular import read_text
 
 MOST_BYTES, MOST_DOTS, DEEPEST = 1 << 16, 1000, 32
@@ -25,8 +24,7 @@ def read_toml(path: Path) -> dict[str, Any]:
     try:
         values = tomllib.loads(text)
     except ValueError as error:  # also for an integer of thousands of digits
-        what = it_is(text.encode(), beside=(TOML, TEXT))
-        raise ConfigError(f"{path} is not a readable TOML file ({error!s:.400}){what}") from error
+        raise ConfigError(f"{path} is not a readable TOML file ({error!s:.400})") from error
     except RecursionError as error:
         raise ConfigError(f"{path} is not a readable TOML file: it is nested too deep") from error
     refuse_impossible(values, str(path))

@@ -148,7 +148,8 @@ class RunFolder:
         path = folder / f"step-{state['step']:06d}.safetensors"
         with _writing(path):
             CHECKPOINT_FILE.write(path, {"step": str(state["step"]), "data": data}, arrays, overwrite=True)
-            for _, earlier in files_by_step(folder)[:-keep]:
+            killed = folder.glob(".step-*")  # what writers that were killed have left
+            for earlier in [*killed, *(path for _, path in files_by_step(folder)[:-keep])]:
                 earlier.unlink()
         return path
 
