@@ -24,8 +24,6 @@ if TYPE_CHECKING:  # most verbs show no table of a page
     from foreroute.report.page import Table as PageTable
     from foreroute.report.page import Tile, Tone
 
-FEWEST_COLUMNS, MOST_COLUMNS = 40, 1000
-"""What COLUMNS of the environment is brought into."""
 TONES: dict[Tone, str] = {"": "", "fine": "green", "note": "blue", "warning": "yellow", "problem": "bold red"}
 """Styles of the tones of a page."""
 FOREVER_S = 1e9
@@ -48,13 +46,9 @@ class Console(rich.console.Console):
         for segment in super().render(renderable, options):
             yield segment if segment.control else Segment(printable(segment.text), segment.style)
 
-    def on_broken_pipe(self) -> None:
-        """Exit silently; the reader closed the pipe."""
-        raise SystemExit(2)
-
 
 def prepare_streams() -> None:
-    """Make printing safe, whatever the streams, the locale and the width of the terminal are.
+    """Make printing safe, whatever the streams and the locale are.
 
     A closed stream would hand its number to the next file that is opened, which would then hold what is printed.
     """
@@ -67,14 +61,6 @@ def prepare_streams() -> None:
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="backslashreplace")
-    # Rich takes any number: a width of millions makes lines of as many blanks
-    for name, least, most in (("COLUMNS", FEWEST_COLUMNS, MOST_COLUMNS), ("LINES", 1, MOST_COLUMNS)):
-        if (value := os.environ.get(name)) is None:
-            continue
-        if value.isascii() and value.isdecimal() and len(value) < 10:
-            os.environ[name] = str(min(max(int(value), least), most))
-        else:
-            del os.environ[name]
 
 
 def is_first_rank() -> bool:
