@@ -14,9 +14,8 @@ from foreroute.capture.checks import refuse_frozen_rows
 from foreroute.cli.terminal import Console, shown_facts, working
 from foreroute.errors import InputError, printable
 from foreroute.mismatch import Defect, Explanation, explain
-from foreroute.mismatch.decisions import misplaced_masks, stream_difference
 from foreroute.report.format import quoted
-from foreroute.trace import NO_VERSION, SAMPLING, DecisionStream, RoutingSpec, RoutingTrace, digest, load
+from foreroute.trace import NO_VERSION, DecisionStream, RoutingSpec, RoutingTrace, digest, load
 from foreroute.trace.operations import count_assignments
 
 POSITION_BINS = 8
@@ -75,44 +74,12 @@ def print_difference(reference: Path, other: Path) -> bool:
     natural = found.kind is Defect.NONE
     colour = "green" if natural else "bold red"
     console.print(f"[{colour}]{found.kind}[/]  {escape(found.sentence)}", highlight=False)
-    # equal routes do not make other decisions equal: a stream may be lost or shifted alone
-    natural &= _same_streams(trace, compared, console)
+    # equal routes do not make other decisions equal; the doctor compares those that both have
+    if lost := sorted(trace.streams.keys() - compared.streams.keys()):
+        console.print(f"[bold red]{', '.join(lost)}[/]  the other trace has none")
     command = f"foreroute doctor --trainer {quoted(reference)} --rollout {quoted(other)} --output doctor.html"
     console.print(f"page   {printable(command)}", soft_wrap=True, highlight=False, markup=False)
-    return natural
-
-
-def _same_streams(trace: RoutingTrace, other: RoutingTrace, console: Console) -> bool:
-    """Print how decisions beside routes differ; False when the other trace lacks some, or has those of other rows."""
-    sound = True
-    if not np.array_equal(trace.token_ids_N, other.token_ids_N):  # another order, which the explanation names
-        return sound
-    # the last token of a sequence is before none, and engines do not compute it
-    last = trace.offsets[1:][trace.lengths > 0] - 1
-    for name in sorted({*trace.streams, *other.streams}):
-        if name not in other.streams:
-            console.print(f"[bold red]{name}[/]  the other trace has none")
-            sound = False
-            continue
-        if name not in trace.streams:  # such as masks, which no trainer makes
-            console.print(f"[blue]{name}[/]  the reference has none to compare with")
-            continue
-        found = stream_difference(*(each.streams[name].without(last) for each in (trace, other)))
-        sentence = f"the sets of all {found.rows} rows are the same"
-        if found.first is not None:
-            sequence = int(np.searchsorted(trace.offsets, found.first, side="right") - 1)
-            sentence = (
-                f"{found.differing} of {found.rows} rows have other sets, which share {found.shared:.1%} of their ids; "
-                f"{found.alone[0]} rows have sets in the reference alone, {found.alone[1]} in the other trace alone. "
-                f"The first is position {found.first - int(trace.offsets[sequence])} of sequence {sequence}"
-            )
-        console.print(f"[{'red' if any(found.alone) else 'green'}]{name}[/]  {sentence}.", highlight=False)
-        sound &= not any(found.alone)
-    for side, each in (("the reference", trace), ("the other trace", other)):
-        if wrong := misplaced_masks(each):
-            console.print(f"[bold red]{SAMPLING}[/]  in {side}, {wrong}.", highlight=False)
-            sound = False
-    return sound
+    return natural and not lost
 
 
 def _facts(path: Path, trace: RoutingTrace) -> dict[str, str]:

@@ -27,9 +27,6 @@ from foreroute.files.regular import read_file
 from foreroute.train.chain import ChainTask, Demonstration, Problem, Task
 from foreroute.train.config import TaskConfig, TrainConfig
 
-MOST_CHARACTERS = 128
-"""Characters of a prompt for each token that it may have; a longer one is not tokenised. The longest tokens of usual
-vocabularies, runs of blanks, have about as many."""
 Reward = Callable[[list[str], list[str], list[dict[str, Any]]], Sequence[float]]
 """Takes prompts, responses and rows, one of each for a response; returns a finite number for each."""
 
@@ -93,11 +90,6 @@ class PromptTask(Task):
         most = self._config.max_prompt_tokens
         try:
             prompt = row["prompt"] if "prompt" in row else self._tokenizer.chat(row["messages"])
-            if len(prompt) > MOST_CHARACTERS * most:  # tokenising a megabyte takes longer than reading the file
-                raise DatasetError(
-                    f"{where}: the prompt has {len(prompt):,} characters; expected at most {MOST_CHARACTERS} for each "
-                    f"of task.max_prompt_tokens = {most}; raise it, or shorten the prompt"
-                )
             # a chat template wrote what comes first
             tokens = self._tokenizer.tokens(prompt, special="prompt" in row)
         except ConfigError as error:
