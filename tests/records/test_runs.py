@@ -6,7 +6,6 @@ from dataclasses import replace
 import pytest
 
 from foreroute.errors import RunFolderError
-from foreroute.files.json_form import to_json
 from foreroute.records.runs import parse_step, read_run
 from tests.report.report_runs import config, step_line, write_run
 from tests.train.small_runs import small_config, trainer_of
@@ -59,8 +58,8 @@ def execution_line(at_home, executed):
     ("text", "reason"),
     [
         ('{"step": 1, "rew', "JSON"),
-        ('{"step": 1, "clip_share": -0.1}', "clip_share is .*; expected a number from 0 to 1"),
-        ('{"step": 1, "mismatch": {"native": {"k3": 0.1}}}', r"mismatch\.native lacks .*f2"),
+        ('{"step": 1, "clip_share": -0.1}', "clip_share: .*expected a number from 0 to 1"),
+        ('{"step": 1, "mismatch": {"native": {"k3": 0.1}}}', r"mismatch\.native\.f2: required"),
         ('{"step": 1, "margins_LB": [[1, 2]]}', "margins_LB needs 36 counts in every layer"),
         (execution_line([[[1, 2]]], [[[3]]]), "the same numbers of micro-steps and layers"),
         (execution_line([[[1, 2, 3]]], [[[3, 2, 1]]]), "loads of 2 ranks"),
@@ -69,7 +68,7 @@ def execution_line(at_home, executed):
 def test_a_damaged_line_in_the_middle_is_refused_with_its_place(tmp_path, text, reason):
     folder = write_run(tmp_path / "a", config(), steps(4))
     edit_line(folder, 2, text)
-    with pytest.raises(RunFolderError, match=f"metrics.jsonl, line 2 .*{reason}"):
+    with pytest.raises(RunFolderError, match=rf"metrics.jsonl, line 2 (.|\n)*{reason}"):
         read_run(folder)
 
 
@@ -102,7 +101,7 @@ def line_of(record):
 def test_what_a_trainer_writes_is_read_whole():
     """A key that is not in the schema would be refused."""
     _, record = trainer_of(small_config()).run_step()
-    line = line_of(to_json(record))
+    line = line_of(record.to_json())
     assert parse_step(line) == record
     assert {"mismatch", "importance", "sampling", "device", "expert_load", "margins_LB"} <= json.loads(line).keys()
 
@@ -114,16 +113,15 @@ EXECUTED = {"ranks": 1, "max_over_mean": {"at_home": 1.0, "executed": 1.0}, "pas
 @pytest.mark.parametrize(
     ("values", "reason"),
     [
-        ({"of_tomorrow": 1}, "it has the unknown keys of_tomorrow; expected no other than alarms, "),
-        ({"step": True}, "step is True; expected an integer"),
-        ({"execution": EXECUTED}, r".*executed_MLG and at_home_MLG of pass recompute need .* numbers below 2\^63"),
-        ({"tokens": 2**63}, "tokens is 9223372036854775808; expected an integer of 64 bits"),
-        ({"loss": -(10**400)}, "loss is -1000000.*; expected a number"),
-        ({"live_agreement": [1.0, None]}, r"live_agreement\.1 is None; expected a number"),
-        ({"trained_with": "sideways"}, "trained_with is 'sideways'; expected one of native, replayed"),
-        ({"device": {"kind": "\ud800", "name": ""}}, r"device\.kind is .*; expected text"),
+        ({"of_tomorrow": 1}, "of_tomorrow: unknown key"),
+        ({"step": True}, "step: .*integer .*True"),
+        ({"execution": EXECUTED}, "executed_MLG: an integer of more than 64 bits"),
+        ({"loss": -(10**400)}, "loss: an integer of more than 64 bits"),
+        ({"live_agreement": [1.0, None]}, r"live_agreement\.1: .*number .*None"),
+        ({"trained_with": "sideways"}, "trained_with: .*'native' or 'replayed'"),
+        ({"device": {"kind": "\ud800", "name": ""}}, r"device\.kind: text with .*half"),
     ],
 )
 def test_what_no_trainer_writes_is_refused_with_its_place(values, reason):
-    with pytest.raises(RunFolderError, match=f"^{reason}"):
+    with pytest.raises(RunFolderError, match=reason):
         parse_step(line_of({"step": 0} | values))

@@ -12,7 +12,6 @@ from torch.distributed.fsdp import FSDPModule
 from foreroute.adapters import hf
 from foreroute.adapters.hf import spreading
 from foreroute.capture import Generation
-from foreroute.files.json_form import to_json
 from foreroute.train import RunFolder, train
 from foreroute.train.chain import VOCABULARY, ChainTask
 from foreroute.train.experts import make_execution
@@ -89,7 +88,7 @@ def steps_of(trainer, count):
     with scored_by_tokens():
         experiences, records = zip(*[trainer.run_step() for _ in range(count)], strict=True)
     return Steps(
-        [None if record is None else to_json(record) for record in records],
+        [None if record is None else record.to_json() for record in records],
         [experience.generation for experience in experiences],
         trainer.state(),
     )

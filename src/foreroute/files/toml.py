@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import re
 import tomllib
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -40,12 +41,20 @@ def refuse_impossible(values: Any, source: str) -> None:
             raise ConfigError(f"{source}: {key[:80]} is nested more than {DEEPEST} deep")
         if isinstance(value, int) and not -(1 << 63) <= value < 1 << 63:
             raise ConfigError(f"{source}: {key[:80]}: an integer of more than 64 bits")
-        if isinstance(value, str) and "\0" in value:
-            raise ConfigError(f"{source}: {key[:80]}: text with a NUL character")
+        if isinstance(value, str) and re.search("[\0\ud800-\udfff]", value):
+            raise ConfigError(f"{source}: {key[:80]}: text with a NUL character, or half of a character")
         if isinstance(value, Mapping):
             waiting += [(f"{key}.{name}" if key else str(name), depth + 1, inner) for name, inner in value.items()]
         elif isinstance(value, list | tuple):
             waiting += [(key, depth + 1, inner) for inner in value]
+
+
+def by_key(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    """Flatten tables within tables: values by their whole key; an empty table is a value, and not nothing."""
+    flat: dict[str, Any] = {}
+    for key, value in values.items():
+        flat |= by_key(value, f"{prefix}{key}.") if isinstance(value, Mapping) and value else {prefix + key: value}
+    return flat
 
 
 def unknown_key(key: str, name: str, known: Sequence[str]) -> str:

@@ -11,9 +11,10 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from foreroute.errors import InputError, RunFolderError, shown
-from foreroute.files.json_form import by_key, from_json, value_of
+from foreroute.errors import ConfigError, InputError, RunFolderError, shown
+from foreroute.files.config_file import checked
 from foreroute.files.regular import as_path, parse_json, read_file
+from foreroute.files.toml import by_key
 from foreroute.records.step_record import SIDES, MismatchRecord, Side, StepRecord
 
 
@@ -84,10 +85,11 @@ def read_run(folder: Path) -> Run:
                 f"{each} does not exist; a run folder holds config.json and metrics.jsonl. Name one that training wrote"
             )
     try:
-        stated = parse_json(read_file(path, RunFolderError), RunFolderError, name="it")
-        config = value_of(dict, stated, RunFolderError, "it")
-        flat = by_key(config)
-        name, routing = (value_of(str, flat.get(key), RunFolderError, key) for key in ("name", "rl.routing"))
+        config = parse_json(read_file(path, RunFolderError), RunFolderError, name="it")
+        flat = by_key(config) if isinstance(config, dict) else {}
+        name, routing = flat.get("name"), flat.get("rl.routing")
+        if not (isinstance(name, str) and isinstance(routing, str)):
+            raise RunFolderError(f"its name is {shown(name)}, and its rl.routing {shown(routing)}; expected text")
     except RunFolderError as error:
         raise RunFolderError(f"{path} is damaged: {error}. Restore it from a copy") from error
     steps, is_torn = read_steps(metrics)
@@ -134,4 +136,8 @@ def read_steps(path: Path) -> tuple[list[StepRecord], bool]:
 
 def parse_step(line: bytes) -> StepRecord:
     """Read one line of `metrics.jsonl`."""
-    return from_json(StepRecord, parse_json(line, RunFolderError, name="it"), RunFolderError)
+    values = parse_json(line, RunFolderError, name="it")
+    try:
+        return checked(StepRecord, values, source="it")
+    except ConfigError as error:
+        raise RunFolderError(str(error)) from error

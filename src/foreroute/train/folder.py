@@ -29,8 +29,8 @@ from torch import Tensor
 from foreroute.capture import Generation, save_generation
 from foreroute.errors import ConfigError, DivergedError, ForerouteError, RunFolderError
 from foreroute.files.container import MOST_HEADER_BYTES, FileFormat
-from foreroute.files.json_form import by_key, to_json
 from foreroute.files.regular import as_path, parse_json, read_text
+from foreroute.files.toml import by_key
 from foreroute.files.writing import write_atomically
 from foreroute.records import StepRecord
 from foreroute.records.runs import read_steps
@@ -125,7 +125,7 @@ class RunFolder:
 
     def append(self, record: StepRecord) -> None:
         """Add a line to the metrics and flush it to disk. Raises `DivergedError` when a metric is not finite."""
-        flat = by_key(to_json(record))
+        flat = by_key(record.to_json())
         if wrong := [key for key, value in flat.items() if not _is_finite(value)]:
             raise DivergedError(
                 f"{', '.join(wrong)} of step {record.step} {'is' if len(wrong) == 1 else 'are'} not finite; lower "
@@ -242,7 +242,7 @@ def _is_finite(value: Any) -> bool:
 
 def _line(record: StepRecord) -> str:
     """Give the line of metrics.jsonl of a step."""
-    return json.dumps(to_json(record), allow_nan=False) + "\n"
+    return json.dumps(record.to_json(), allow_nan=False) + "\n"
 
 
 def _exchanged(one: Path, other: Path) -> bool:

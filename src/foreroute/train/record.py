@@ -123,7 +123,7 @@ def merged(parts: list[StepPart]) -> StepPart:
         agreement_M2=np.sum([each.agreement_M2 for each in updates], axis=0),
     )
     watched = [part.suspicions for part in parts if part.suspicions is not None]
-    suspicions = [replace(each, rank=rank) for rank, of_rank in enumerate(watched) for each in of_rank]
+    suspicions = [each.model_copy(update={"rank": rank}) for rank, of_rank in enumerate(watched) for each in of_rank]
     peak_bytes = max(part.peak_bytes for part in parts)
     return StepPart(experience, passes, updated, peak_bytes, suspicions if watched else None)
 
