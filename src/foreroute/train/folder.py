@@ -45,8 +45,8 @@ CHECKPOINT_FILE = FileFormat(
     made_by="foreroute train writes checkpoints",
     most_header_bytes=MOST_HEADER_BYTES,
 )
-"""Its tensors are "model/NAME", "optimizer/NUMBER/KEY" for what AdamW keeps of each parameter, and "homes" where
-experts move; its metadata the next step, and the digest of the data that is trained on."""
+"""Its tensors are "model/NAME", "optimizer/NUMBER/KEY" for what AdamW keeps of each parameter, and of `BESIDE`; its
+metadata the next step, and the digest of the data that is trained on."""
 BESIDE = ("homes", "sentinel")
 """Tensors of a checkpoint where experts move, and where a sentinel watches."""
 NAME = re.compile(r"step-(\d{6}|[1-9]\d{6,})\.safetensors")
@@ -77,12 +77,7 @@ class RunFolder:
             write_atomically(path, json.dumps(config.model_dump(), indent=2, allow_nan=False))
 
     def require_begun(self, config: TrainConfig) -> None:
-        """Make sure that a run of this configuration is there; `MAY_CHANGE` may differ.
-
-        Raises:
-            RunFolderError: when there is no run, or its configuration is damaged or another.
-            ConfigError: when it has recorded more steps than the configuration has.
-        """
+        """Make sure that a run of this configuration is there; `MAY_CHANGE` may differ."""
         path = self.path / "config.json"
         if not os.path.lexists(path):
             raise RunFolderError(f"{self.path} holds no run to resume: there is no config.json")
@@ -159,11 +154,7 @@ class RunFolder:
         return found[-1][1] if found else None
 
     def load(self, path: Path, *, data: str) -> dict[str, Any]:
-        """Read a checkpoint of this run, whose data has the digest `data`.
-
-        Raises `RunFolderError` when it is missing, damaged, of other data, or without the state of an optimizer that
-        has updated weights.
-        """
+        """Read a checkpoint of this run, whose data has the digest `data`, or raise `RunFolderError`."""
         advice = "Restore it from a copy, or remove it to use the one before"
         try:
             state = load_checkpoint(path)
@@ -205,11 +196,7 @@ class RunFolder:
 
 
 def load_checkpoint(path: Path) -> dict[str, Any]:
-    """Read the state in a checkpoint: "step", "model", "optimizer", "data", and those of `BESIDE` that it has.
-
-    Raises:
-        RunFolderError: when it is missing, damaged, no checkpoint, or named after another step.
-    """
+    """Read the state in a checkpoint: "step", "model", "optimizer", "data", and those of `BESIDE` that it has."""
     metadata, arrays = CHECKPOINT_FILE.read(path)
     step, named = metadata["step"], NAME.fullmatch(path.name)
     if not (step.isascii() and step.isdecimal() and len(step) < 10):

@@ -44,10 +44,9 @@ T = TypeVar("T")
 
 
 def make_policy(config: TrainConfig, task: Task, device: torch.device = CPU) -> hf.RoutedTransformer:
-    """Make the policy, ready to record and replay; raises `ConfigError` when it cannot be had, or has no such routers.
+    """Make the policy, ready to record and replay, or raise `ConfigError`.
 
-    With `parallel.expert` above 1 it is spread over all ranks, in a collective call; weights of a new model come later,
-    from rank 0.
+    Over several ranks it is spread, in a collective call; weights of a new model come later, from rank 0.
     """
     model = make_model(config.model, task, config.seed, num_ranks=config.parallel.expert).to(device)
     if config.model.gradient_checkpointing:
@@ -64,10 +63,7 @@ def make_policy(config: TrainConfig, task: Task, device: torch.device = CPU) -> 
 
 
 def make_model(config: ModelConfig, task: Task, seed: int, *, num_ranks: int = 1) -> Any:
-    """Make a model with its first weights, float32 on the CPU; over several ranks it is spread, and new ones lack them.
-
-    Raises `ConfigError` when transformers cannot make or load it, or it has no embedding for a token of the task.
-    """
+    """Make a model with its first weights, float32 on the CPU; over several ranks, spread, and a new one without."""
     # on the CPU, so that a seed gives the same weights for every device
     experts_implementation = config.experts_implementation
     if config.path is None:
@@ -112,12 +108,7 @@ def to_training(model: Any) -> None:
 
 
 def make_engine(run: TrainConfig, policy: hf.RoutedTransformer) -> Engine:
-    """Start the engine; the caller closes it.
-
-    Raises:
-        ConfigError: when `rollout.server.url` is no address, or its folder of weights is in use.
-        EngineError: when there is no vLLM to run, or no server to reach.
-    """
+    """Start the engine, or raise `ConfigError` or `EngineError`; the caller closes it."""
     config, server = run.rollout, run.rollout.server
     if config.engine == "embedded":
         return EmbeddedEngine(

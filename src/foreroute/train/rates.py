@@ -68,19 +68,10 @@ class MeasuredStep(NamedTuple):
 
 
 def measure_rates(cluster: Cluster, ranks: Alone, device: torch.device, tokens: int) -> Rates:
-    """Measure on all ranks of the default process group. A collective call.
+    """Measure on all ranks of the default process group, with `tokens` of a rank in a micro-step. A collective call.
 
-    Args:
-        cluster: what the topology file says.
-        ranks: of the group.
-        device: of this rank.
-        tokens: of a rank in a micro-step, as they will be.
-
-    Returns:
-        What was measured by table and key of a topology file, the same on all ranks.
-
-    Raises:
-        ConfigError: when the file is of other ranks, weights of its bytes are not measured, or no such model can be.
+    Returns what was measured by table and key of a topology file, the same on all ranks. Raises `ConfigError` when the
+    file is of other ranks, weights of its bytes are not measured, or no such model can be.
     """
     costs, topology = cluster.costs, cluster.topology
     if topology.num_ranks != ranks.size:
