@@ -59,7 +59,7 @@ def files(tmp_path_factory):
         (lambda counts: counts, ""),
         (
             lambda counts: counts // 4,
-            "layer 1 has .* assignments of rank 0 in micro-step 0, and layer 0 .*: layers route",
+            "layer 1 has .* assignments of rank 0 in micro-step 0: layer 0 .* layers route",
         ),
         (lambda counts: counts + 1, ""),
         (lambda counts: np.concatenate([counts[..., :1] + 1, counts[..., 1:]], axis=3), "no multiple of top_k 2"),

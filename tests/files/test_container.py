@@ -141,13 +141,3 @@ def test_the_checksum_is_what_its_page_says():
     fields = [b"2", b"a", b"", b"b", "ü".encode(), b"x", b"F32", b"0x2", b"", b"y", b"U16", b"1x3", b"\1\0\2\0\3\0"]
     hashed = b"".join(str(len(field)).encode() + b":" + field for field in fields)
     assert checksum(metadata, tensors) == blake2b(hashed, digest_size=16).hexdigest()
-
-
-def test_the_checksum_differs_where_the_content_does():
-    metadata, tensors = {"a": "b", "c": ""}, TENSORS
-    stated, other = checksum(metadata, tensors), tensors["a"].copy()
-    other[-1, -1] ^= 1
-    changes = [{**metadata, "a": "bx"}, {"a": "b"}, {"ab": "", "c": ""}, {**metadata, "new": "x"}]
-    columns = [{**tensors, "a": other}, {**tensors, "a": tensors["a"].T}, {**tensors, "new": np.zeros(0)}]
-    found = [checksum(each, tensors) for each in changes] + [checksum(metadata, each) for each in columns]
-    assert len({stated, *found}) == 1 + len(found)

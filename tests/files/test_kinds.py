@@ -12,22 +12,16 @@ import zstandard
 
 import foreroute as fr
 from foreroute.adapters.checkpoint import ServedModel
-from foreroute.capture import Generation, load_generation, read_nemo_gym, read_skycap, save_generation
+from foreroute.capture import load_generation
 from foreroute.costs.cluster_file import load_cluster
-from foreroute.doctor import Evidence, diagnose
-from foreroute.engines.base import WeightsFolder
 from foreroute.errors import ForerouteError, InputError
 from foreroute.files.regular import parse_json
 from foreroute.plan import load_counts, load_plan
 from foreroute.records import read_runs
-from foreroute.report import write_diagnosis
 from foreroute.simulate import load_config as load_simulation
 from foreroute.train import RunFolder
 from foreroute.train import load_config as load_training
 from tests.tiers import grid
-
-SPEC = fr.RoutingSpec(8, 2, (fr.RoutedLayer(0),))
-TRACE = fr.RoutingTrace.unrouted(SPEC, [[1, 2, 3]])
 
 
 def in_memory(write):
@@ -77,44 +71,22 @@ def test_binary_doors_name_the_kind_and_what_writes_theirs(name, tmp_path):
     assert words in str(told.value)
 
 
-@grid("name", [name for name in OF_KIND if name not in ("JSON", "nothing", "LFS", "parquet")], quick=6)
+@pytest.mark.parametrize("name", ["npy", "gzip"])
 def test_doors_of_configurations_name_the_kind(name, tmp_path):
     content, words = OF_KIND[name]
     (tmp_path / "c.toml").write_bytes(content)
-    for read in TOML_DOORS.values():
+    for read in (*TOML_DOORS.values(), lambda path: parse_json(path.read_bytes(), InputError, name="it")):
         with pytest.raises(InputError) as told:
             read(tmp_path / "c.toml")
         assert words in str(told.value)
-    with pytest.raises(InputError) as told:
-        parse_json(content, InputError, name="config.json")
-    assert words in str(told.value)
-
-
-PATHS = {
-    "load": fr.load,
-    "save": lambda at: fr.save(TRACE, at),
-    "load_parts": fr.trace.load_parts,
-    "save_generation": lambda at: save_generation(
-        Generation(TRACE.truncated([2]), np.ones(1, np.int64), np.zeros(1, np.float32)), at
-    ),
-    "read_nemo_gym": lambda at: read_nemo_gym(at, model=SPEC, weight_version=0),
-    "read_skycap": lambda at: read_skycap(at, model=SPEC, weight_version=0),
-    "load_plan": load_plan,
-    **TOML_DOORS,
-    "read_runs": lambda at: read_runs([at]),
-    "write_diagnosis": lambda at: write_diagnosis(diagnose(Evidence(attach_error="no")), at),
-    "RunFolder": RunFolder,
-    "ServedModel.at": ServedModel.at,
-    "WeightsFolder": lambda at: WeightsFolder(at, None),
-}
 
 
 @pytest.mark.parametrize("path", [None, b"name", 3, ["a"]], ids=lambda path: type(path).__name__)
-def test_what_is_no_path_is_refused_in_words_at_every_door(path, tmp_path, monkeypatch):
+def test_what_is_no_path_is_refused_in_words(path, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    for name, door in PATHS.items():
-        with pytest.raises(ForerouteError) as told:
+    trace = fr.RoutingTrace.unrouted(fr.RoutingSpec(8, 2, (fr.RoutedLayer(0),)), [[1, 2, 3]])
+    doors = [fr.load, lambda at: fr.save(trace, at), fr.trace.load_parts, lambda at: read_runs([at]), RunFolder]
+    for door in [*doors, *BINARY_DOORS.values(), *TOML_DOORS.values(), ServedModel.at]:
+        with pytest.raises(ForerouteError, match=r"^a path is .*; expected text or a pathlib\.Path"):
             door(path)
-        assert str(told.value).startswith("a path is "), (name, told.value)
-        assert "expected text or a pathlib.Path" in str(told.value)
     assert not list(tmp_path.iterdir())

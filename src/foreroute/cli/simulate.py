@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -62,9 +61,6 @@ def _check_free(folder: Path) -> None:
             raise RunFolderError(f"{folder} is no folder; nothing was changed. Name another one with --output")
         if folder.exists() and any(folder.iterdir()):
             raise RunFolderError(f"{folder} is not empty; nothing was changed. Name another folder with --output")
-        # an empty folder, but one that the user did not mean to be a run's
-        if os.path.realpath(folder) == os.getcwd():
-            raise RunFolderError(f"{folder} is the folder that this runs in; nothing was changed. Name one in it")
         check_writable(folder / "simulation.json")
 
 

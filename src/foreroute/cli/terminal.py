@@ -100,10 +100,6 @@ class Work:
         seconds = self._progress.tasks[0].time_remaining
         return f"{timedelta(seconds=seconds)} left" if seconds else ""
 
-    def __str__(self) -> str:
-        """Give the line that a terminal shows, without its clocks."""
-        return str(self._progress.tasks[0].description)
-
 
 @contextmanager
 def working(what: str, console: Console, *, total: int = 0, unit: str = "") -> Iterator[Work]:

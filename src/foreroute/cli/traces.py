@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from itertools import pairwise
 from pathlib import Path
 
 import numpy as np
@@ -18,8 +17,6 @@ from foreroute.report.format import quoted
 from foreroute.trace import NO_VERSION, DecisionStream, RoutingSpec, RoutingTrace, digest, load
 from foreroute.trace.operations import count_assignments
 
-POSITION_BINS = 8
-"""Rows of the table of overlap by position."""
 MOST_SHOWN, MOST_LETTERS = 32, 2000
 """Most facts and weight versions, and most letters of one: a file may hold a mebibyte of them."""
 
@@ -58,7 +55,7 @@ def validate_traces(paths: list[Path]) -> bool:
 
 
 def print_difference(reference: Path, other: Path) -> bool:
-    """Print overlap by layer and position, other sets, and the defect that explains it; False when there is one.
+    """Print overlap by layer, and the defect that explains it; False when there is one.
 
     Raises:
         InputError: when no row is routed in both traces, or they are of other models or tokens.
@@ -70,7 +67,6 @@ def print_difference(reference: Path, other: Path) -> bool:
         found = explain(trace, compared)
     console.print("Picks that both traces share:")  # a table's own title is wrapped in the table's width
     console.print(_by_layer(found, trace.spec))
-    console.print(_by_position(found))
     natural = found.kind is Defect.NONE
     colour = "green" if natural else "bold red"
     console.print(f"[{colour}]{found.kind}[/]  {escape(found.sentence)}", highlight=False)
@@ -149,15 +145,3 @@ def _by_layer(found: Explanation, spec: RoutingSpec) -> Table:
     """Show which share of picks both traces have, by layer."""
     shares = zip(spec.layers, found.overlap_by_layer_L, strict=True)
     return _table(("layer", "share"), [(str(layer), f"{share:.2%}") for layer, share in shares])
-
-
-def _by_position(found: Explanation) -> Table:
-    """Show the same by stretches of positions: a shift or a lost prefix is seen there."""
-    longest, rows = len(found.overlap_by_position_T), []
-    edges = np.unique(np.linspace(0, longest, min(POSITION_BINS, longest) + 1, dtype=int))
-    for start, stop in pairwise(edges.tolist()):
-        shares = found.overlap_by_position_T[start:stop]
-        known = shares[~np.isnan(shares)]
-        positions = f"{start} to {stop - 1}" if stop - start > 1 else str(start)
-        rows.append((positions, f"{known.mean():.2%}" if len(known) else "no row in both"))
-    return _table(("positions", "share"), rows)

@@ -199,21 +199,11 @@ class StoredTensor:
     start: int
 
 
-def _opened(place: str | os.PathLike[str], error: type[InputError]) -> BinaryIO:
-    """Open a path or a URL."""
-    where = as_place(place, error)
-    return open_at(where, error) if isinstance(where, str) else open_regular(where, error)
-
-
 class TensorFile:
     """An opened safetensors file. Its header is checked whole, its tensors are read when they are asked for.
 
-    Args:
-        source: a path or a URL, which are closed with this; or an opened file, which may be in memory.
-        error: the error to raise.
-        name: of an opened file, for messages.
-        made_by: what writes such files, in words, for whoever hands in another file.
-        most_header_bytes: a longer header is refused. A parsed one takes about 25 times its bytes of memory at most.
+    `source` is a path or a URL, which are closed with this; or an opened file, which may be in memory. A parsed header
+    takes about 25 times its bytes of memory at most.
 
     Attributes:
         name: of the file, for messages.
@@ -233,7 +223,10 @@ class TensorFile:
         given: Any = source
         self._is_ours = not hasattr(given, "seek")  # what is no opened file must be a path, or is refused
         self._error, self.name = error, str(source) if self._is_ours else name
-        self._file: Any = _opened(given, error) if self._is_ours else given
+        self._file: Any = given
+        if self._is_ours:
+            place = as_place(given, error)
+            self._file = open_at(place, error) if isinstance(place, str) else open_regular(place, error)
         try:
             with self._reading():
                 self._size = self._file.seek(0, os.SEEK_END)

@@ -49,7 +49,7 @@ class Run:
 
 
 def read_runs(folders: Sequence[Path]) -> list[Run]:
-    """Read run folders in the given order. Runs of one name get their folder's name added to their label.
+    """Read run folders in the given order. Runs of one name get their place added to their label.
 
     Raises:
         InputError: when no folder is given.
@@ -59,11 +59,8 @@ def read_runs(folders: Sequence[Path]) -> list[Run]:
         raise InputError(f"no run folder was given, but {shown(folders)}; expected a list of one or more")
     runs = [read_run(folder) for folder in folders]
     names = Counter(run.name for run in runs)
-    runs = [replace(run, label=f"{run.name} ({run.folder.name})") if names[run.name] > 1 else run for run in runs]
-    # folders of one name in different places are still alike
-    labels = Counter(run.label for run in runs)
     return [
-        replace(run, label=f"{run.label} #{position}") if labels[run.label] > 1 else run
+        replace(run, label=f"{run.name} #{position}") if names[run.name] > 1 else run
         for position, run in enumerate(runs, 1)
     ]
 

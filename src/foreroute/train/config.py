@@ -306,8 +306,6 @@ class ParallelConfig(Section):
     """Ranks, one process each."""
     topology: str | None = None
     """[File](planner.md#the-topology-file) of links and prices."""
-    ranks_per_node: Ranks | None = None
-    """Ranks of a node; all by default."""
     redundant_slots: Slots = 2
     """Replicas per rank and layer; 0: none."""
     paths: FetchPath = "direct"
@@ -323,18 +321,12 @@ class ParallelConfig(Section):
 
     @model_validator(mode="after")
     def _consistent(self) -> ParallelConfig:
-        if self.ranks_per_node is not None and self.expert % self.ranks_per_node:
-            raise ValueError(
-                f"expert = {self.expert} ranks do not fill nodes of ranks_per_node = {self.ranks_per_node}"
-            )
         if self.expert == 1:
             self.refuse_unused(
                 ParallelConfig.model_fields, "with expert = 1, one process; set expert, or leave them out"
             )
         if self.topology is not None:
-            self.refuse_unused(
-                ("ranks_per_node", "redundant_slots"), "beside topology, which says them; leave them out"
-            )
+            self.refuse_unused(["redundant_slots"], "beside topology, which says them; leave them out")
         elif asked := [name for name in PRICED if getattr(self.plan, name)]:
             raise ValueError(f"plan.{asked[0]} = true goes by prices; name a topology file, or leave it out")
         if self.plan.packing != "length":
@@ -402,18 +394,10 @@ class TrainConfig(Section):
 
 
 def load_config(path: Path) -> TrainConfig:
-    """Read a TOML file.
-
-    Raises:
-        ConfigError: naming every unknown key (with the nearest known one), wrong type and conflict.
-    """
+    """Read a TOML file; `ConfigError` names every unknown key, with the nearest known one, wrong type and conflict."""
     return parse_config(read_toml(path), source=str(path))
 
 
 def parse_config(values: dict[str, Any], *, source: str) -> TrainConfig:
-    """Check values that came from `source`.
-
-    Raises:
-        ConfigError: as `load_config`.
-    """
+    """Check values that came from `source`. Raises as `load_config`."""
     return checked(TrainConfig, values, source=source)

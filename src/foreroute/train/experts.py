@@ -62,8 +62,8 @@ def read_planning(config: ParallelConfig, spec: RoutingSpec) -> Planning:
     Raises `ConfigError` when the file cannot be read, or is of other ranks or another model.
     """
     if config.topology is None:
-        per_node = config.ranks_per_node or config.expert
-        return Planning(Topology(config.expert, per_node, config.redundant_slots, NO_LINKS), config.plan, None)
+        one_node = Topology(config.expert, config.expert, config.redundant_slots, NO_LINKS)
+        return Planning(one_node, config.plan, None)
     path = Path(config.topology)
     cluster = load_cluster(path)
     model = cluster.costs.model
