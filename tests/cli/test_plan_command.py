@@ -202,7 +202,7 @@ def test_traces_of_other_weights_than_the_first_are_warned_of(files, tmp_path):
         ("counts.safetensors --previous three.safetensors", "has 3 layers of 8 experts"),
         ("counts.safetensors --previous two.safetensors", "is a plan of [2, 8] layers and experts on 2 ranks"),
         ("step-000000.safetensors other.safetensors", "other.safetensors"),
-        ("deep.safetensors", "describes a model of 48 routed layers, the input has 49"),
+        ("deep.safetensors", "describes 48 routed layers with top-2 of 8 experts, the input has 49"),
     ],
     quick=4,
 )

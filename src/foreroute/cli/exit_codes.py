@@ -61,31 +61,17 @@ def run(command: Callable[[], object]) -> NoReturn:
 
 
 def refuse_unused(options: Mapping[str, object], why: str) -> None:
-    """Refuse options that were given and change nothing, so that nobody waits for what they asked for.
-
-    Args:
-        options: values by the name of the option; None where it was not given.
-        why: in words that follow "changes nothing".
-
-    Raises:
-        InputError: naming those that were given.
-    """
+    """Raise `InputError` for options, None where not given, that change nothing; `why` follows these words."""
     if given := [name for name, value in options.items() if value is not None]:
         raise InputError(f"{', '.join(given)} {'change' if len(given) > 1 else 'changes'} nothing {why}")
 
 
 class Received:
-    """The handler of Ctrl-C, SIGTERM and SIGHUP: an exception, so that what is open is closed.
+    """The handler of Ctrl-C, SIGTERM and SIGHUP: an exception, so that what is open is closed."""
 
-    Attributes:
-        raised: the signal that ended the command; 0 where none did.
-        noted: the signal that asks a verb to end by itself; 0 where none did.
-        console: of the verb that wants the first signal noted; None where each signal raises.
-    """
-
-    def __init__(self) -> None:
-        self.raised = self.noted = 0
-        self.console: Console | None = None
+    raised = 0  # the signal that ended the command
+    noted = 0  # the signal that asks a verb to end by itself
+    console: Console | None = None  # of the verb that wants the first signal noted
 
     def __call__(self, number: int, frame: FrameType | None) -> None:
         """Note the first signal where a verb wants that. It prints nothing: a handler may run anywhere."""

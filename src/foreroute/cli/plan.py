@@ -307,17 +307,12 @@ def _warn_of_odd_counts(counts_MLGE: NDArray[np.int32], top_k: int, source: Path
 
 def _check_model(costs: CostModel, num_layers: int, num_experts: int, top_k: int | None, source: Path) -> None:
     """Refuse a topology file that describes another model than that of the input; counts do not know top_k."""
-    model = costs.model
-    if model.num_experts != num_experts or (top_k is not None and model.top_k != top_k):
-        routed = f"{num_experts} experts" if top_k is None else f"top-{top_k} of {num_experts} experts"
+    model, of_input = costs.model, (num_experts, costs.model.top_k if top_k is None else top_k)
+    if (model.num_experts, model.top_k) != of_input or model.num_layers < num_layers:
         raise ConfigError(
-            f"{source} describes a model with top-{model.top_k} of {model.num_experts} experts, the input has "
-            f"{routed}; set num_experts and top_k in its [model]"
-        )
-    if model.num_layers < num_layers:
-        raise ConfigError(
-            f"{source} describes a model of {model.num_layers} routed layers, the input has {num_layers}; set "
-            "num_layers in its [model]"
+            f"{source} describes {model.num_layers} routed layers with top-{model.top_k} of {model.num_experts} "
+            f"experts, the input has {num_layers} with top-{of_input[1]} of {num_experts}; set num_layers, num_experts "
+            "and top_k in its [model]"
         )
 
 

@@ -33,16 +33,12 @@ DRAWN_WITH = ("jinja2", "matplotlib")
 
 
 class Console(rich.console.Console):
-    """Rich's console, which every verb prints with. Control characters and marks of direction are escaped.
-
-    Names of files and models, and whatever else comes from outside, may hold such characters. What Rich itself sends
-    to a terminal, colours and the moves of a progress bar, is left alone.
-    """
+    """Rich's console, with control characters and marks of direction escaped, which names from outside may hold."""
 
     def render(
         self, renderable: rich.console.RenderableType, options: rich.console.ConsoleOptions | None = None
     ) -> Iterable[Segment]:
-        """Render as Rich does, with text made `printable`."""
+        """Render as Rich does, with text made `printable`; what Rich itself sends to a terminal is left alone."""
         for segment in super().render(renderable, options):
             yield segment if segment.control else Segment(printable(segment.text), segment.style)
 
@@ -69,11 +65,7 @@ def is_first_rank() -> bool:
 
 
 class Work:
-    """What a command is doing, as a line of Rich's progress.
-
-    Attributes:
-        what: its name, which may hold names of files.
-    """
+    """What a command is doing, as a line of Rich's progress."""
 
     def __init__(self, progress: Progress, what: str, *, total: int = 0, unit: str = "") -> None:
         self._progress = progress
@@ -103,10 +95,7 @@ class Work:
 
 @contextmanager
 def working(what: str, console: Console, *, total: int = 0, unit: str = "") -> Iterator[Work]:
-    """Name a piece of work that may last, while the context is open; a terminal shows it, and how much there is to do.
-
-    `unit` is a plural noun for `total`, such as "cells".
-    """
+    """Show on a terminal what is done while the context is open; `unit` is a plural noun for `total`, as "cells"."""
     progress = Progress(
         TextColumn("{task.description}", markup=False, table_column=Column()),  # a narrow terminal wraps it
         BarColumn(20),

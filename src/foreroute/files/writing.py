@@ -24,10 +24,7 @@ def write_atomically(
     Each of several writers of one target writes all of it, and the last one stays. A killed writer leaves
     `.<name>.<random>`.
 
-    Args:
-        target: the file to write.
-        content: bytes, text to be written as UTF-8, or a function that writes to an opened file.
-        overwrite: whether a file that is there may be replaced.
+    `content` is bytes, text to be written as UTF-8, or a function that writes to an opened file.
 
     Raises:
         FileExistsError: when `target` is there and may not be replaced; when it is no regular file, always.

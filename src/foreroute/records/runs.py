@@ -53,7 +53,7 @@ def read_runs(folders: Sequence[Path]) -> list[Run]:
 
     Raises:
         InputError: when no folder is given.
-        RunFolderError: when a folder or file is missing or damaged.
+        RunFolderError: when a folder or file is missing, a line is damaged, or there is no complete step.
     """
     if not folders or isinstance(folders, str | os.PathLike):  # of a name, the letters would be folders
         raise InputError(f"no run folder was given, but {shown(folders)}; expected a list of one or more")
@@ -66,11 +66,7 @@ def read_runs(folders: Sequence[Path]) -> list[Run]:
 
 
 def read_run(folder: Path) -> Run:
-    """Read one run folder. A last line that a killed run left half written is dropped and noted.
-
-    Raises:
-        RunFolderError: when the folder or a file is missing, a line is damaged, or there is no complete step.
-    """
+    """Read one run folder. A last line that a killed run left half written is dropped and noted."""
     folder = as_path(folder, RunFolderError)
     if not folder.is_dir():
         raise RunFolderError(f"{folder} is not a folder; name the folder that a training run wrote")

@@ -208,11 +208,8 @@ class Trainer:
         """Take an optimizer step for each mini-batch, whose gradients are accumulated over micro-steps.
 
         `routes` of all S sequences are replayed in every forward and recomputation; None for the policy's own. With
-        `watch_routes` routers select by themselves too, in the same forwards, for `live_agreement`.
-
-        Raises:
-            StaleTraceError: when `routes` are not of this step's weights.
-            DivergedError: when loss or gradients are not finite; no optimizer step is taken with them.
+        `watch_routes` routers select by themselves too, in the same forwards, for `live_agreement`. Raises
+        `DivergedError` before an optimizer step whose loss or gradients are not finite.
         """
         rl, routed, execution, ranks = self.config.rl, self.policy, self.execution, self.execution.ranks
         generation, trained_S = experience.generation, experience.trained_S

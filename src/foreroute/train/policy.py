@@ -194,11 +194,7 @@ class ScheduledPass:
 class Alone:
     """Exchange of a run's processes where there is one: every question has its own answer.
 
-    `ranks.Ranks` is the same for several, whose methods are then collective calls.
-
-    Attributes:
-        rank: of this process.
-        size: G, the number of processes.
+    `ranks.Ranks` is the same for G = `size` processes, whose methods are then collective calls.
     """
 
     rank, size = 0, 1
@@ -237,9 +233,6 @@ class OneProcess:
     `experts.ExpertParallel` does so on several ranks, where most methods are collective calls. `plan` announces passes;
     `running` is open during one of them, whose micro-steps replay what `to_replay` gives; `finish_gradients` comes
     before each optimizer step.
-
-    Attributes:
-        ranks: of the run.
     """
 
     def __init__(self, policy: hf.RoutedTransformer, ranks: Alone) -> None:

@@ -37,9 +37,8 @@ class Ranks(Alone):
     def on_all(self, what: str, work: Callable[[], T]) -> T:
         """Do this rank's part of the work, `what` in words. All ranks go on, or none.
 
-        Raises:
-            RankError: when another rank failed; a rank that fails raises what went wrong there, whatever it is.
-            DivergedError: on every rank, when numbers are not finite on some, and nothing else is wrong.
+        A rank that fails raises what went wrong there, the others `RankError`; or `DivergedError` where numbers are not
+        finite on some, and nothing else is wrong.
         """
         error, done = None, None
         try:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import platform
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import get_args
+from typing import NamedTuple, get_args
 
 import numpy as np
 import torch
@@ -225,8 +225,7 @@ class ExecutedPass:
         return "recompute" if self.name == "recompute" else "update"
 
 
-@dataclass(frozen=True)
-class MovedHomes:
+class MovedHomes(NamedTuple):
     """Experts of all layers that changed their home before a step, what this rank received, and seconds of it all."""
 
     number: int = 0
