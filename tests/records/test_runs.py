@@ -103,7 +103,9 @@ def test_what_a_trainer_writes_is_read_whole():
     _, record = trainer_of(small_config()).run_step()
     line = line_of(record.to_json())
     assert parse_step(line) == record
-    assert {"mismatch", "importance", "sampling", "device", "expert_load", "margins_LB"} <= json.loads(line).keys()
+    assert {"mismatch", "importance", "informative_share", "device", "expert_load", "margins_LB"} <= json.loads(
+        line
+    ).keys()
 
 
 HUGE = {name: [[[2**63]]] for name in ("at_home_MLG", "executed_MLG")}

@@ -152,5 +152,5 @@ def test_a_step_without_any_reward_to_learn_from_is_taken_without_an_update(monk
     _, record = trainer.run_step()
     assert same_state(before, trainer.state()["model"])
     assert (record.reward_mean, record.grad_norm, record.loss) == (1, 0, 0)
-    assert record.sampling.informative_share == 0
+    assert record.informative_share == 0
     assert trainer.step == 1

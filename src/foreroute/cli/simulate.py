@@ -20,7 +20,7 @@ from foreroute.report.simulation import (
     simulation_tiles,
     write_simulation_page,
 )
-from foreroute.simulate import SimulationRecord, load_config, simulate
+from foreroute.simulate import load_config, simulate
 
 
 def run_simulation(
@@ -42,7 +42,11 @@ def run_simulation(
         console.print(fit_summary(fitted), highlight=False)
     with working("simulating", console) as work:
         record = simulate(config, on_progress=lambda name, done, total: work.advance(done, total, detail=name))
-    _print(record, console)
+    console.print(shown_facts(record.facts))
+    console.print(shown_table(simulation_table(record)))
+    for sentence in (simulation_finding(record), beside_ranking(record), executed(record)):
+        console.print(sentence, highlight=False, markup=False)
+    console.print(shown_tiles(simulation_tiles(record)))
     figures = record.as_dict() | {"fit": None if fitted is None else fitted.as_dict()}
     # with both files the step can be simulated anew, by any later version
     contents = {"simulation.json": figures, "config.json": config.model_dump(mode="json")}
@@ -62,11 +66,3 @@ def _check_free(folder: Path) -> None:
         if folder.exists() and any(folder.iterdir()):
             raise RunFolderError(f"{folder} is not empty; nothing was changed. Name another folder with --output")
         check_writable(folder / "simulation.json")
-
-
-def _print(record: SimulationRecord, console: Console) -> None:
-    console.print(shown_facts(record.facts))
-    console.print(shown_table(simulation_table(record)))
-    for sentence in (simulation_finding(record), beside_ranking(record), executed(record)):
-        console.print(sentence, highlight=False, markup=False)
-    console.print(shown_tiles(simulation_tiles(record)))

@@ -112,15 +112,6 @@ class ImportanceRecord(Record):
     """Share of tokens that the correction truncated or masked."""
 
 
-class SamplingRecord(Record):
-    """How this step's responses were sampled."""
-
-    responses: int | None = None
-    """Responses of the step."""
-    informative_share: Share | None = None
-    """Share of responses with an advantage."""
-
-
 class PassRecord(Record):
     """One pass of an expert-parallel step: the load of every rank in every cell, [M][L][G]."""
 
@@ -270,8 +261,8 @@ class StepRecord(Record):
     """By number of ranks: busiest over mean, experts in contiguous blocks."""
     importance: ImportanceRecord | None = None
     """Ratios of trainer over engine."""
-    sampling: SamplingRecord | None = None
-    """How responses were sampled."""
+    informative_share: Share | None = None
+    """Share of responses with an advantage."""
     execution: ExecutionRecord | None = None
     """With experts on several ranks."""
     device: DeviceRecord | None = None

@@ -32,7 +32,6 @@ from foreroute.records.step_record import (
     MismatchRecord,
     NumRanks,
     PassRecord,
-    SamplingRecord,
     Side,
     SuspicionRecord,
 )
@@ -172,10 +171,7 @@ def step_record(
         live_agreement=(1 - differing / cells).tolist() if len(cells) else None,
         expert_load=expert_load,
         importance=importance,
-        sampling=SamplingRecord(
-            responses=len(rewards_S),
-            informative_share=float(experience.informative_S.mean()),
-        ),
+        informative_share=float(experience.informative_S.mean()),
         execution=execution,
         device=DeviceRecord(kind=device.type, name=name, **peak),
         suspicions=whole.suspicions,
