@@ -151,15 +151,6 @@ def test_diff_names_a_defect(tmp_path):
     assert foreroute("diff", trace, masked).returncode == 0
 
 
-def test_convert_keeps_or_drops_the_order_of_picks(tmp_path):
-    trace = random_trace(5, num_experts=64, top_k=3).with_weight_version(3)
-    source = fr.save(trace, tmp_path / "trace", encoding="ordered")
-    for form, expected in (("ordered", trace), ("sets", trace.without_pick_order())):
-        result = foreroute("convert", source, tmp_path / form, "--to", form)
-        assert result.returncode == 0, result.stderr
-        assert fr.load(tmp_path / form).equals(expected)
-
-
 def test_inspect_shows_facts_and_claims_apart_and_obeys_neither(tmp_path):
     lie = {"digest": "0" * 32, "rows": "1,000,000\nsequences  9", "\x1b]0;title\x07": "\u202e[bold]x"}
     trace = random_trace(0).with_provenance(**lie)

@@ -10,7 +10,6 @@ import pytest
 
 import foreroute as fr
 from foreroute.cli.plan import read_step, run_plan
-from foreroute.costs.cluster_file import load_cluster
 from foreroute.layout import pack_sequences
 from foreroute.plan import PlanOptions, Topology, load_plan, save_plan, verify
 from foreroute.plan.counts import packed_counts, save_counts
@@ -119,31 +118,21 @@ def slowest_over_mean(counts_MLGE, home_LE):
 
 
 def test_what_is_reached_with_less_than_the_plan(files, tmp_path):
-    """Of traces packed by routes, homes moved, and the plan; of counts without packing: the figures by loops."""
+    """Of traces packed by routes, and homes moved: the figures by loops."""
     traces, home_LE = sorted(files.glob("step-*.safetensors")), np.tile(np.arange(8) // 2, (3, 1))
     step = read_step(files / "cluster.toml", traces, token_budget=40)
     both, moved_LE = step.sequences.with_homes(step.topology, home_LE)
     model, output = step.cluster.costs.model, tmp_path / "a.safetensors"
-
-    def printed(given):
-        result = plan(f"{given} --topology cluster.toml --no-baselines --output {output} --overwrite", files)
-        assert result.returncode == 0, result.stderr
-        return dict(re.findall(r"^(\w[\w, ]*\w) {2,}(\d.*)$", result.stdout, re.MULTILINE))
-
-    found = printed(f"{' '.join(path.name for path in traces)} --token-budget 40")
+    given = f"{' '.join(path.name for path in traces)} --token-budget 40"
+    result = plan(f"{given} --topology cluster.toml --no-baselines --output {output}", files)
+    assert result.returncode == 0, result.stderr
+    found = dict(re.findall(r"^(\w[\w, ]*\w) {2,}(\d.*)$", result.stdout, re.MULTILINE))
     assert found["as it is"].split()[0] == slowest_over_mean(step.counts_MLGE, home_LE)
     packed = step.sequences.packed_for(home_LE).counts_MLGE()
     assert found["packed by routes"].split()[0] == slowest_over_mean(packed, home_LE)
     assert found["packed by routes, homes moved"].split()[0] == slowest_over_mean(both.counts_MLGE(), moved_LE)
     moved = (moved_LE != home_LE).sum() * model.expert_parameters * (model.weight_bytes + 12) / 4
     assert [label for label, line in found.items() if size(moved) in line] == ["packed by routes, homes moved"]
-    found = printed("counts.safetensors --set home_moves=2 --set pay_off=false")
-    made = load_plan(output)
-    reached = (made.max_load_ML * 4 / counts().sum(axis=(2, 3))).mean()
-    assert found["the plan"].split()[0] == f"{reached:.3f}"
-    assert size(made.hosts.fetched_R.sum() * model.expert_bytes / 4) in found["the plan"]
-    placed_LE = place_homes(counts(), step.topology, home_LE[:2], max_moves=2)
-    assert found["homes moved"].split()[0] == slowest_over_mean(counts(), placed_LE)
 
 
 def test_traces_are_packed_by_length_or_by_routes_for_the_homes_of_the_step(files, tmp_path):
@@ -151,11 +140,8 @@ def test_traces_are_packed_by_length_or_by_routes_for_the_homes_of_the_step(file
     loaded = [fr.load(path) for path in traces]
     by_length = read_step(files / "cluster.toml", traces, token_budget=40)
     assert "16 sequences by length, at most 40 tokens" in by_length.facts["packing"]
-    token_s, square_s = by_length.cluster.costs.attention_seconds(np.array([1, 0]), np.array([0, 1]))
-    lengths = np.concatenate([trace.lengths for trace in loaded])
-    square_cost = load_cluster(files / "cluster.toml").costs.square_cost
-    assert square_cost == pytest.approx(square_s / token_s)
-    packing = pack_sequences(lengths, 4, 40, square_cost=square_cost)
+    lengths, costs = np.concatenate([trace.lengths for trace in loaded]), by_length.cluster.costs
+    packing = pack_sequences(lengths, 4, 40, square_cost=costs.square_cost)
     assert np.array_equal(by_length.counts_MLGE, packed_counts(loaded, packing))
     for moves in (0, 3):
         options = PlanOptions(packing="routes", home_moves=moves)

@@ -69,16 +69,11 @@ def test_binary_doors_name_the_kind_and_what_writes_theirs(name, tmp_path):
     with pytest.raises(InputError, match=r"opened.*safetensors") as told:
         fr.load(io.BytesIO(content))
     assert words in str(told.value)
-
-
-@pytest.mark.parametrize("name", ["npy", "gzip"])
-def test_doors_of_configurations_name_the_kind(name, tmp_path):
-    content, words = OF_KIND[name]
-    (tmp_path / "c.toml").write_bytes(content)
-    for read in (*TOML_DOORS.values(), lambda path: parse_json(path.read_bytes(), InputError, name="it")):
-        with pytest.raises(InputError) as told:
-            read(tmp_path / "c.toml")
-        assert words in str(told.value)
+    if name in ("npy", "gzip"):
+        for read in (*TOML_DOORS.values(), lambda path: parse_json(path.read_bytes(), InputError, name="it")):
+            with pytest.raises(InputError) as told:
+                read(path)
+            assert words in str(told.value)
 
 
 @pytest.mark.parametrize("path", [None, b"name", 3, ["a"]], ids=lambda path: type(path).__name__)

@@ -67,14 +67,6 @@ def test_a_step_without_a_reward_silences_no_collapse(lost, at):
     assert (alarm.value, alarm.threshold) == (expected.value, expected.threshold)
 
 
-@pytest.mark.parametrize("signal", ["f2", "live_agreement", "disagreement"])
-def test_what_a_step_could_not_measure_silences_no_warning(signal):
-    good, bad = (0.05, 0.4) if signal in ("f2", "disagreement") else (1.0, 0.2)
-    whole, [expected] = first_alarm(**{signal: [good] * 10 + [bad] * 20})
-    step, [alarm] = first_alarm(**{signal: [good] * 10 + [math.nan] + [bad] * 20})
-    assert (step, alarm.value) == (whole + 1, expected.value)
-
-
 @pytest.mark.parametrize("loss", [math.nan, -math.inf])
 def test_a_loss_that_is_not_finite_is_a_collapse_at_once(loss):
     step, [alarm] = first_alarm(loss=[0.1, loss], reward=[0.5, 0.5])
