@@ -8,7 +8,6 @@ import zipfile
 import numpy as np
 import pytest
 import torch
-import zstandard
 
 import foreroute as fr
 from foreroute.adapters.checkpoint import ServedModel
@@ -41,7 +40,6 @@ OF_KIND = {
     "pickle": (pickle.dumps(ARRAYS["routed_experts"].numpy()), "a pickle"),
     "npy": (in_memory(lambda file: np.save(file, np.zeros((2, 3)))), "(.npy)"),
     "gzip": (gzip.compress(b"{}" * 9, mtime=0), "gzip"),
-    "zstd": (zstandard.compress(b"{}" * 9), "zstd"),
     "zip": (in_memory(zipped), "a zip"),
     "parquet": (b"PAR1" + bytes(40), "Parquet"),
     "LFS": (b"version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 12\n", "Git LFS"),

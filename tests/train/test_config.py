@@ -23,7 +23,6 @@ from tests.train.small_runs import small_config
     ("text", "message"),
     [
         ("optimiser = {}", r"optimiser: unknown key; known are name, seed"),
-        ('rl = {steps = "ten"}', r"rl\.steps: .*integer.*'ten'"),
         ("task = {min_operands = 9}", "min_operands = 9 exceeds max_operands = 4"),
         ("rl = {micro_step_tokens = 8}", "cannot hold a sequence of up to 12 tokens"),
         ("model.sizes = {num_hidden_layers = 9999}", "num_hidden_layers is 9999; expected 1024 at most"),

@@ -154,12 +154,12 @@ class ExecutionRecord(Record):
         for name, each in self.passes.items():
             try:
                 loads = np.array([each.executed_MLG, each.at_home_MLG], np.int64)
-            except (ValueError, OverflowError):  # lists of uneven lengths, or more than an integer holds
+            except ValueError:  # lists of uneven lengths
                 loads = np.zeros(0, np.int64)
             if loads.ndim != 4 or loads.shape[3] != self.ranks or not loads.size:
                 raise ValueError(
                     f"executed_MLG and at_home_MLG of pass {name} need the same numbers of micro-steps and layers, "
-                    f"loads of {self.ranks} ranks, and numbers below 2^63"
+                    f"and loads of {self.ranks} ranks"
                 )
         return self
 

@@ -88,8 +88,7 @@ def make_model(config: ModelConfig, task: Task, seed: int, *, num_ranks: int = 1
 def checkpoint_activations(model: Any) -> None:
     """Have backward compute the activations of each layer anew."""
     # older transformers have the second name alone
-    enable = getattr(model, "activation_checkpointing_enable", model.gradient_checkpointing_enable)
-    enable({"use_reentrant": False})
+    getattr(model, "activation_checkpointing_enable", model.gradient_checkpointing_enable)({"use_reentrant": False})
 
 
 def to_training(model: Any) -> None:
