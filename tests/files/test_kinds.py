@@ -80,6 +80,6 @@ def test_what_is_no_path_is_refused_in_words(path, tmp_path, monkeypatch):
     trace = fr.RoutingTrace.unrouted(fr.RoutingSpec(8, 2, (fr.RoutedLayer(0),)), [[1, 2, 3]])
     doors = [fr.load, lambda at: fr.save(trace, at), fr.trace.load_parts, lambda at: read_runs([at]), RunFolder]
     for door in [*doors, *BINARY_DOORS.values(), *TOML_DOORS.values(), ServedModel.at]:
-        with pytest.raises(ForerouteError, match=r"^a path is .*; expected text or a pathlib\.Path"):
+        with pytest.raises(ForerouteError, match=r"^a path is .*pathlib"):
             door(path)
     assert not list(tmp_path.iterdir())

@@ -65,10 +65,8 @@ class Recomputed:
     entropy_R: NDArray[np.float32]  # [R], in nats
     # the routes that this pass took, and the choices of indexers where they were asked for; last tokens have none
     executed: RoutingTrace
-    # [N - S, L], top-k margins of its routers; last tokens are not put into the model
-    margins_NL: NDArray[np.float32]
-    # of its N - S rows, what the sentinel judges; None where nobody asked
-    roots: RootCounts | None = None
+    margins_NL: NDArray[np.float32]  # [N - S, L], top-k margins of its routers; last tokens are not put into the model
+    roots: RootCounts | None = None  # of its N - S rows, what the sentinel judges; None where nobody asked
 
 
 @dataclass(frozen=True, eq=False)
