@@ -59,6 +59,7 @@ def execution_line(at_home, executed):
     [
         ('{"step": 1, "rew', "JSON"),
         ('{"step": 1, "clip_share": -0.1}', "clip_share: .*expected a number from 0 to 1"),
+        ('{"step": 1, "exact_share": 1.1}', "exact_share: .*expected a number from 0 to 1"),
         ('{"step": 1, "mismatch": {"native": {"k3": 0.1}}}', r"mismatch\.native\.f2: required"),
         ('{"step": 1, "margins_LB": [[1, 2]]}', "margins_LB needs 36 counts in every layer"),
         (execution_line([[[1, 2]]], [[[3]]]), "the same numbers of micro-steps and layers"),
