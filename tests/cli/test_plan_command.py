@@ -148,7 +148,7 @@ def test_traces_are_packed_by_length_or_by_routes_for_the_homes_of_the_step(file
         assert step.tokens_digest == by_length.tokens_digest
         assert "16 sequences by routes" in step.facts["packing"]
     output = tmp_path / "plan.safetensors"
-    run = {"baselines": False, "overwrite": False, "step": traces, "token_budget": 40}
+    run = {"baselines": False, "overwrite": False, "rows": False, "step": traces, "token_budget": 40}
     run_plan(files / "cluster.toml", options, output, **run)
     made = load_plan(output)
     verify(made, step.counts_MLGE, options)
@@ -178,6 +178,7 @@ def test_traces_of_other_weights_than_the_first_are_warned_of(files, tmp_path):
         ("counts.safetensors --set home-moves=2", "home-moves: unknown key; did you mean home_moves?"),
         ("counts.safetensors --previous three.safetensors", "has 3 layers of 8 experts"),
         ("counts.safetensors --previous two.safetensors", "is a plan of [2, 8] layers and experts on 2 ranks"),
+        ("step-000000.safetensors --previous step-000000.safetensors", "sequences of the step itself"),
         ("step-000000.safetensors other.safetensors", "other.safetensors"),
         ("deep.safetensors", "describes 48 routed layers with top-2 of 8 experts, the input has 49"),
     ],
@@ -230,3 +231,19 @@ def test_existing_files_are_replaced_only_when_asked(files, tmp_path):
         assert path.read_bytes() == content
         path.unlink()
     assert not list(tmp_path.glob("plan.*"))
+
+
+def test_rows_that_buffers_must_hold(files, tmp_path):
+    """After a step before, as `known_rows` has them."""
+    home_LE = np.tile(np.arange(8) // 2, (3, 1))
+    traces = [fr.load(files / f"step-00000{n}.safetensors") for n in (0, 1)]
+    of_traces = [fr.plan.known_rows(trace, home_LE, packing=pack_sequences(trace.lengths, 4, 40)) for trace in traces]
+    words = "step-000001.safetensors --previous step-000000.safetensors --token-budget 40 --set replicas=false"
+    given = f"--topology cluster.toml --rows --no-baselines {words} --output {tmp_path / 'a.safetensors'}"
+    result = plan(given, files)
+    assert result.returncode == 0, result.stderr
+    shown = " ".join(result.stdout.split())
+    assert "Rows that ranks receive at homes: recompute and update" in shown
+    assert "Rows that buffers must hold" in (tmp_path / "a.html").read_text()
+    for one in of_traces[1].policies(of_traces[0]):
+        assert f"{one.name} {one.largest:,} " in shown

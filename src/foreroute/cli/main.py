@@ -184,6 +184,7 @@ def plan(
         int | None, typer.Option(min=1, help="Most tokens of a rank in a micro-step, of traces; 16384 by default.")
     ] = None,
     baselines: Annotated[bool, typer.Option(help="Compare with other balancers.")] = True,
+    rows: Annotated[bool, typer.Option("--rows", help="Say what buffers for received rows must hold.")] = False,
     settings: Annotated[
         list[str] | None,
         typer.Option("--set", metavar="KEY=VALUE", help="An option of the planner, such as tolerance=0; repeat it."),
@@ -200,6 +201,7 @@ def plan(
         previous=previous or (),
         token_budget=token_budget,
         baselines=baselines,
+        rows=rows,
         overwrite=overwrite,
     )
 

@@ -22,7 +22,7 @@ from foreroute.costs.model import CostModel
 from foreroute.errors import ConfigError, CountsError, InputError, PlanError, shown
 from foreroute.files.writing import check_writable, writing_named
 from foreroute.layout import Packing
-from foreroute.plan import PlanOptions, load_plan, save_plan, verify
+from foreroute.plan import KnownRows, PlanOptions, StepPlan, known_rows, load_plan, save_plan, verify
 from foreroute.plan.counts import (
     COUNTS_FILE,
     FEW_ENTRIES,
@@ -33,11 +33,13 @@ from foreroute.plan.counts import (
     packed_counts,
     tokens_digest,
 )
+from foreroute.plan.options import PASS_NAMES, PassName
 from foreroute.plan.plan_file import PLAN_FILE
+from foreroute.plan.received_rows import unrouted_tokens
 from foreroute.plan.topology import Topology
 from foreroute.planner.homes import place_homes
 from foreroute.planner.packed_homes import PackedSequences
-from foreroute.report.page import check_page
+from foreroute.report.page import Table, check_page
 from foreroute.report.plan import (
     executors_of_ways,
     plan_finding,
@@ -45,6 +47,7 @@ from foreroute.report.plan import (
     plan_tiles,
     planning_words,
     rate_words,
+    rows_table,
     ways_finding,
     ways_table,
     write_plan_page,
@@ -54,14 +57,17 @@ from foreroute.simulate.compare import compare_plan, timed_plan
 from foreroute.simulate.methods import BALANCERS
 from foreroute.simulate.steps import TOKEN_BUDGET, packed, packed_sequences, read_traces
 from foreroute.simulate.ways import ways_to_level
-from foreroute.trace import RoutedLayer, RoutingTrace
+from foreroute.trace import RoutedLayer, RoutingTrace, digest
 from foreroute.trace.operations import count_assignments
 
 
 def run_plan(
-    topology: Path, options: PlanOptions, output: Path, *, baselines: bool, overwrite: bool, **inputs: Any
+    topology: Path, options: PlanOptions, output: Path, *, baselines: bool, overwrite: bool, rows: bool, **inputs: Any
 ) -> None:
-    """Plan what `read_step` makes of `inputs`, print the table, write `output` and the page beside it."""
+    """Plan what `read_step` makes of `inputs`, print the table, write `output` and the page beside it.
+
+    With `rows`, print what buffers for received rows have to hold, and what other policies would reserve.
+    """
     page = output.with_suffix(".html")
     _check_target(output, page, overwrite)
     console = Console()
@@ -104,6 +110,13 @@ def run_plan(
     console.print("\n" + ways_finding(ways, compared), highlight=False, markup=False)
     console.print(shown_table(ways_table(ways)))
     console.print(shown_facts(executors_of_ways()))
+    tables: tuple[Table, ...] = ()
+    if rows:
+        with working("counting the rows of ranks", console):
+            before = _rows_before(step, inputs["previous"], inputs["token_budget"])
+            tables = tuple(_rows_tables(step, found.plan, before))
+        for table in tables:
+            console.print(shown_table(table))
     execute = {}
     if compared.passes_by_plan and compared.pays:
         way = f"foreroute.plan.load_plan({output.name!r}), then routed.execute: docs/experts.md, docs/megatron.md"
@@ -113,7 +126,9 @@ def run_plan(
     all_facts = facts | planned | found.why | execute | made
     write_page(
         console,
-        lambda: write_plan_page(compared, all_facts, page, cluster=step.cluster, layers=step.layers, ways=ways),
+        lambda: write_plan_page(
+            compared, all_facts, page, cluster=step.cluster, layers=step.layers, ways=ways, rows=tables
+        ),
     )
 
 
@@ -129,6 +144,7 @@ class StepToPlan:
     layers: tuple[RoutedLayer, ...]  # of the traces; none where there are only counts
     packing: Packing | None  # the rank and micro-step of each sequence of the traces
     tokens_digest: str  # of these sequences, by which an executor knows the step
+    native_MG: NDArray[np.int64] | None  # tokens of the traces without a route
     sequences: PackedSequences | None  # of the traces, packed so, unless they are very many
 
     @property
@@ -200,11 +216,12 @@ def read_step(
         counts_MLGE=counts_MLGE,
         cluster=cluster,
         home_LE=home_LE,
-        previous_LE=_loads_before(before, counts_MLGE) if before else None,
+        previous_LE=_loads_before(before, counts_MLGE, read) if before else None,
         facts=facts,
         layers=read[0].spec.layers if read else (),
         packing=packing,
         tokens_digest=tokens_digest(read) if read else "",
+        native_MG=None if packing is None else unrouted_tokens(read, packing),
         sequences=sequences,
     )
 
@@ -269,6 +286,30 @@ def _facts(step: StepToPlan, options: PlanOptions) -> dict[str, str]:
         "cluster": f"{num_ranks} ranks in {nodes}, redundant slots per rank: {topology.redundant_slots}",
         "options": ", ".join(switched),
     }
+
+
+def _rows_tables(step: StepToPlan, plan: StepPlan, before: KnownRows | None) -> Iterator[Table]:
+    """Compare reservations for the rows of each pass, or once for both where they run alike."""
+    passes_by_way: dict[bool, list[PassName]] = {}
+    for name in PASS_NAMES:
+        passes_by_way.setdefault(plan.is_at_home(name), []).append(name)
+    top_k = None if step.packing is None else step.cluster.costs.model.top_k  # counts may be of no whole tokens
+    for at_home, passes in passes_by_way.items():
+        known = known_rows(step.counts_MLGE, plan.in_pass(passes[0]), top_k=top_k, native_MG=step.native_MG)
+        served = f"{'at homes' if at_home else 'under the plan'}: {' and '.join(passes)}"
+        yield rows_table(known.policies(before), served)
+
+
+def _rows_before(step: StepToPlan, previous: Sequence[Path], token_budget: int | None) -> KnownRows | None:
+    """Count the rows at homes of the step before, packed as this one, where its traces or counts are given."""
+    paths = [path for path in previous if not PLAN_FILE.is_in(path)]
+    if not paths:
+        return None
+    if (counts := _counts_file(paths)) is not None:
+        return known_rows(load_counts(counts), step.home_LE)
+    read = read_traces(paths)
+    packing = packed(read, token_budget or TOKEN_BUDGET, step.topology.num_ranks, step.cluster.costs)
+    return known_rows(read, step.home_LE, packing=packing)
 
 
 def _counts_file(paths: Sequence[Path]) -> Path | None:
@@ -345,14 +386,20 @@ def _homes(previous: Sequence[Path], topology: Topology, shape: tuple[int, ...],
     return plan.home_LE
 
 
-def _loads_before(paths: Sequence[Path], counts_MLGE: NDArray[np.int32]) -> NDArray[np.int64]:
-    """Read assignments [L, E] of the step before, from a counts file or from traces."""
+def _loads_before(
+    paths: Sequence[Path], counts_MLGE: NDArray[np.int32], read: Sequence[RoutingTrace]
+) -> NDArray[np.int64]:
+    """Read assignments [L, E] of the step before, from a counts file or from traces that are not those of this step."""
     shape = counts_MLGE.shape[1], counts_MLGE.shape[3]
     if (counts := _counts_file(paths)) is not None:
         loads_LE: NDArray[np.int64] = load_counts(counts).sum(axis=(0, 2), dtype=np.int64)
     else:
-        traces = read_traces(paths)
-        loads_LE = sum(count_assignments(trace, np.zeros(len(trace), np.int64)).sum(axis=0) for trace in traces)
+        traces, own = read_traces(paths), {digest(trace) for trace in read}
+        for path, trace in zip(paths, traces, strict=True):
+            if len(trace) and digest(trace) in own:
+                raise InputError(f"--previous {path} holds sequences of the step itself; give those of the step before")
+        parts = [count_assignments(trace, np.zeros(len(trace), np.int64)).sum(axis=0) for trace in traces]
+        loads_LE = np.sum(parts, axis=0)
     if loads_LE.shape != shape:
         raise CountsError(
             f"{paths[0]} has {loads_LE.shape[0]} layers of {loads_LE.shape[1]} experts, the step to plan "

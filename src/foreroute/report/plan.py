@@ -18,6 +18,7 @@ from foreroute.report.page import Caption, Column, Page, PageSection, Plot, Tabl
 
 if TYPE_CHECKING:
     from foreroute.costs.cluster_file import Cluster
+    from foreroute.plan.received_rows import Reservation
     from foreroute.plan.step_plan import StepPlan
     from foreroute.simulate.compare import PlanComparison
     from foreroute.simulate.ways import Way
@@ -74,13 +75,15 @@ def write_plan_page(
     cluster: Cluster | None = None,
     layers: Sequence[RoutedLayer] = (),
     ways: Sequence[Way] = (),
+    rows: Sequence[Table] = (),
 ) -> Path:
     """Write the page; raises `InputError` as `page.write_page`.
 
     `facts` say what was planned, how and when; `cluster` has the rates and sizes that seconds stand on; `layers` are L,
-    where the model's own numbers of them are known; `ways` say what is reached with less than the plan.
+    where the model's own numbers of them are known; `ways` say what is reached with less than the plan;
+    `rows` are tables of `rows_table`.
     """
-    return write_page(target, lambda: _page(found, facts, cluster, layers, ways))
+    return write_page(target, lambda: _page(found, facts, cluster, layers, ways, rows))
 
 
 def plan_table(found: PlanComparison) -> Table:
@@ -176,6 +179,26 @@ def executors_of_ways() -> dict[str, str]:
         str(needed): ", ".join(EXECUTOR_NAMES[name] for name, abilities in EXECUTES.items() if needed in abilities)
         for needed in (Ability.HOME_MOVES, Ability.REPLICAS)
     }
+
+
+def rows_table(policies: Sequence[Reservation], served: str) -> Table:
+    """One row per policy; `served` says by what experts are hosted, in which pass."""
+    columns = ("Reserved for received rows", "largest\nbuffer", "cells\noverflow", "rows\ndropped", "unused")
+    rows = [
+        TableRow(
+            cells=(
+                one.name,
+                f"{one.largest:,}",
+                percentage(one.overflowing_cells),
+                percentage(one.dropped),
+                percentage(one.unused),
+            ),
+            strong=one.name.startswith("known"),
+        )
+        for one in policies
+    ]
+    shown = tuple(Column(heading.replace("\n", " ").capitalize(), heading) for heading in columns)
+    return Table(title=f"Rows that ranks receive {served}", columns=shown, rows=tuple(rows))
 
 
 def plan_finding(found: PlanComparison, ways: Sequence[Way] = ()) -> str:
@@ -396,6 +419,7 @@ def _page(
     cluster: Cluster | None,
     layers: Sequence[RoutedLayer],
     ways: Sequence[Way],
+    rows: Sequence[Table],
 ) -> Page:
     plots = (load_of_cells(found, layers), load_of_ranks(found, layers), time_by_part(found))
     return Page(
@@ -409,6 +433,7 @@ def _page(
             PageSection(heading="Before and after", plots=plots),
             *([_ways(ways, found)] if ways else []),
             PageSection(heading="Against other balancers", tables=(plan_table(found),), notes=NOTES),
+            *([PageSection(heading="Rows that buffers must hold", tables=tuple(rows))] if rows else []),
             *([] if cluster is None else [_rates(cluster)]),
         ),
     )
