@@ -75,6 +75,8 @@ def execution(step):
         "bytes": {"host": 3_000_000, "direct": 1_000_000 * step, "gradients": 5_000_000},
         "exposed_transfer_s": 0.5,
         "planning_s": 0.2 + step,
+        "forecast_memory_bytes": 1_500_000_000 + step,
+        "packing": {"bound": 1000, "by_length": 1100 + 10 * step, "by_routes": 1004},
         "exposed_planning_s": 0.2,
         "passes": passes,
     }

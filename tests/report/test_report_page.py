@@ -107,6 +107,9 @@ def test_expert_parallel_runs_show_the_load_of_their_ranks_and_what_plans_did_on
     shown = {
         "Busiest rank over mean, experts at home": f"{at_home:.2f}",
         "Busiest rank over mean, as executed": "1.00",
+        # 1,100 to 1,130 of 1,000
+        "Experts at home over the bound of any packing, by length": "1.115",
+        "Most memory of a rank in an update, modelled": "1.5 GB",
         # 3 MB by host memory, and 0 to 3 MB directly
         "Weights moved": "4.5 MB",
         "Waited for transfers": "0.50\N{NO-BREAK SPACE}s",

@@ -83,10 +83,11 @@ def suspicion(looks_like, sentence="sequence 3 froze", **more):
     return {"looks_like": looks_like, "sentence": sentence, "share": 0.8, "usual": 0.02, **more}
 
 
-def suspicious_run(folder, by_step, *, k3_by_step=None, steps=8):
+def suspicious_run(folder, by_step, *, k3_by_step=None, dropped=None, steps=8):
     lines = [
         step_line(step)
         | {"suspicions": by_step.get(step, []), "alarms": [alarm("sentinel", 0.8)] if step in by_step else []}
+        | {"dropped_tokens": (dropped or {}).get(step, 0)}
         | {"mismatch": {"native": side((k3_by_step or {}).get(step, 2e-5), 0.0, 0.02, 0.1)}}
         for step in range(steps)
     ]
@@ -96,13 +97,13 @@ def suspicious_run(folder, by_step, *, k3_by_step=None, steps=8):
 def test_what_was_suspected_in_steps_in_a_row_is_one_row_with_the_first_of_them(tmp_path):
     frozen, stale = suspicion("frozen-rows"), suspicion("stale-layer", "decoder 3 is stale", rank=2)
     by_step = {3: [frozen, stale, frozen | {"sentence": "sequence 5 froze", "sequence": 5}], 4: [frozen], 6: [frozen]}
-    runs = read_runs([suspicious_run(tmp_path / "run", by_step)])
+    runs = read_runs([suspicious_run(tmp_path / "run", by_step, dropped={6: 40})])
     table = suspicion_table(runs)
     columns = ("Steps", "Looks like", "What was seen first", "k3 without replay")
     assert [*zip(*map(table.column, columns), strict=True)] == [
         ("3 to 4", "frozen rows", "sequence 3 froze; at step 3 also sequence 5", AS_BEFORE),
         ("3", "stale layer", "rank 2, decoder 3 is stale", AS_BEFORE),
-        ("6", "frozen rows", "sequence 3 froze", AS_BEFORE),
+        ("6", "frozen rows", "sequence 3 froze; 40 response tokens were left out of the updates", AS_BEFORE),
     ]
     assert table.column("Advice")[1] == LooksLike.STALE_LAYER.advice
     found = run_finding(runs)

@@ -7,12 +7,17 @@ from unittest import mock
 
 import numpy as np
 import torch
+import torch.distributed as dist
 from torch.distributed.fsdp import FSDPModule
 
 from foreroute.adapters import hf
 from foreroute.adapters.hf import spreading
+from foreroute.adapters.hf.memory import MICRO_STEPS
 from foreroute.capture import Generation
-from foreroute.train import RunFolder, train
+from foreroute.costs.memory import SIZES as BYTES_FOLLOW
+from foreroute.costs.memory import WORKS, MemorySection, StepMemory
+from foreroute.errors import ForecastError
+from foreroute.train import RunFolder, memory, train
 from foreroute.train.chain import VOCABULARY, ChainTask
 from foreroute.train.experts import make_execution
 from foreroute.train.folder import load_checkpoint
@@ -69,6 +74,42 @@ def precise_trainer(config):
         engine = make_engine(config, policy)
         with closing(make_execution(config, policy, ranks)) as execution:
             yield make_trainer(config, make_task(config), policy, engine, execution)
+
+
+def steps_budgeted(rank, config):
+    """One step each: within a budget that all fits in, in one that it passes by a byte, and in none that can be kept.
+
+    A micro-step takes a byte for each token.
+    """
+
+    def steps(memory_budget):
+        parallel = config.parallel.model_copy(update={"memory_budget": memory_budget})
+        return parallel_steps(rank, config.model_copy(update={"parallel": parallel}), 1)
+
+    with mock.patch.object(memory, "measure_memory", one_for_each_token):
+        plenty = steps(10**15)
+        most = [plenty.records[0] and plenty.records[0]["execution"]["forecast_memory_bytes"]]
+        dist.broadcast_object_list(most, group_src=0)
+        kept = steps(most[0] - 1)
+        try:
+            steps(1)
+        except ForecastError as error:
+            return plenty, kept, str(error)
+
+
+def one_for_each_token(routed, traces, targets_M, compute_loss, topology):
+    """In the place of `measure_memory`: runs one of the micro-steps, and sees that its head has the rows it is said."""
+    rows = []
+    head = routed.model.get_output_embeddings()
+    handle = head.register_forward_pre_hook(lambda _, args: rows.append(args[0].shape[:-1].numel()))
+    compute_loss(0).backward()
+    handle.remove()
+    assert rows == targets_M[:1]
+    assert len(traces) == len(targets_M) == MICRO_STEPS
+    routed.model.zero_grad(set_to_none=True)
+    bytes_X = np.eye(len(BYTES_FOLLOW))[BYTES_FOLLOW.index("tokens")]
+    section = MemorySection(0, "forward", dict.fromkeys(WORKS, (bytes_X[None], 0 * bytes_X)))
+    return StepMemory(1, 1, [section])
 
 
 def steps_unscaled(rank, config, count):

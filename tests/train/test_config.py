@@ -29,7 +29,7 @@ from tests.train.small_runs import small_config
         ("model.sizes = {hidden_size = 4611686018427387904}", "cannot be made with these sizes"),
         *[(f'name = "{name}"', "name: String should") for name in ("../up", "..", "a" * 5000, "n\\n")],
         ("rollout = {prompts = 100000, group_size = 100}", "prompts times group_size is 10000000; expected 999999"),
-        ('rl = {routing = "R2", sentinel = "stop"}', "sentinel changes nothing without routes of the rollout"),
+        ('rl = {routing = "R2", sentinel = "drop"}', "sentinel changes nothing without routes of the rollout"),
         (
             'warm_start = {checkpoint = "x.pt"}',
             "max_steps, batch_size, stop_at_loss change nothing beside a checkpoint",
@@ -38,7 +38,8 @@ from tests.train.small_runs import small_config
         *[
             (f"rollout = {{prompts = 8}}\nparallel = {{expert = 4, {parallel}}}", message)
             for parallel, message in (
-                ('plan = {packing = "routes"}', "this loop packs by length"),
+                ('plan = {packing = "routes"}}\nrl = {routing = "none"', r'packing = "routes" goes by replayed routes'),
+                ('memory_budget = 1}\nrl = {routing = "none"', "memory_budget goes by replayed routes"),
                 ("plan = {pay_off = true}", r"plan\.pay_off = true goes by prices; name a topology file"),
                 ('topology = "a.toml", redundant_slots = 1', "redundant_slots changes nothing beside topology"),
             )

@@ -1,14 +1,18 @@
 """Training on several ranks: equal to one process on the same rollouts, under a plan and without."""
 
+import re
+
 import numpy as np
 import pytest
 import torch
 
+from foreroute.train.config import RLConfig
 from tests.train.expert_parallel_steps import (
     ONE_LAYER,
     config_of,
     parallel_steps,
     steps_alone,
+    steps_budgeted,
     steps_unscaled,
 )
 from tests.train.small_runs import SIZES
@@ -19,12 +23,12 @@ WAYS = {
     "R2_shared_slots": {
         "routing": "R2",
         "paths": "direct",
-        "plan": {"slots": "shared", "home_moves": "all"},
+        "plan": {"slots": "shared", "home_moves": "all", "packing": "routes"},
     },
     "R3_recomputed_homes_move": {
         "routing": "R3",
         "paths": "host",
-        "plan": {"home_moves": 4},
+        "plan": {"home_moves": 4, "packing": "routes"},
         "model": {"gradient_checkpointing": True},
         "method": "gspo",
         "correction": {"kind": "tis", "high": 1.01},
@@ -55,6 +59,27 @@ def test_two_ranks_learn_what_one_process_learns_from_their_rollouts(workers, pa
         moves = parallel.get("plan", {}).get("home_moves", 0)
         assert bool(execution["bytes"]["homes"]) == (execution["home_moves"] > 0) == bool(moves)
         assert moves != 4 or execution["home_moves"] <= 4 * SIZES["num_hidden_layers"]
+
+
+@pytest.mark.slow
+def test_a_budget_of_memory_takes_one_micro_step_more_and_changes_no_gradient(workers):
+    """In float64. A budget that no packing keeps is refused before the step, on both ranks alike."""
+    config = config_of(2, model=ONE_LAYER)
+    config = config.model_copy(update={"rl": RLConfig(micro_step_tokens=512)})
+    (plenty, kept, refused), (*_, other) = workers(2).run(steps_budgeted, config)
+    updates = [len(one.records[0]["execution"]["passes"]["update 0"]["executed_MLG"]) for one in (plenty, kept)]
+    assert updates == [1, 2]
+    peaks = [one.records[0]["execution"]["forecast_memory_bytes"] for one in (plenty, kept)]
+    assert 0 < peaks[1] < peaks[0]
+    for key in ("loss", "grad_norm", "tokens", "clip_share"):
+        assert kept.records[0][key] == pytest.approx(plenty.records[0][key], rel=1e-12)
+    for number, moments in plenty.state["optimizer"]["state"].items():
+        seen, exact = kept.state["optimizer"]["state"][number]["exp_avg"], moments["exp_avg"]
+        torch.testing.assert_close(seen, exact, rtol=1e-12, atol=1e-12 * float(exact.abs().max()))
+    assert refused == other
+    assert re.match(
+        r"rank \d would take [\d,]+ bytes in micro-step \d, in the \w+( of routed layer \d)?, and may", other
+    )
 
 
 def learn_alike(workers, config, count=STEPS, run=parallel_steps):

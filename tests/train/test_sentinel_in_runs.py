@@ -1,17 +1,27 @@
-"""The sentinel in the trainer: an engine freezes in the middle of a run, and the run is told of it, or stopped."""
+"""The sentinel in the trainer: an engine freezes in the middle of a run, and each policy does what it says."""
 
 import copy
+import math
 from dataclasses import replace
+from functools import cache
 
+import numpy as np
 import pytest
 
 from foreroute.errors import BatchMismatchError
+from foreroute.mismatch import LooksLike, Sentinel, Suspicion
 from foreroute.mismatch.sentinel import WARM_UP
 from foreroute.train.chain import ChainTask
+from foreroute.train.loop import make_schedule
 from tests.train.small_runs import SIZES, random_rewards, same_state, small_config, trainer_of
 
 FROZEN, SINCE = 3, 12
 """The sequence that freezes, and the position."""
+
+
+@pytest.fixture(autouse=True)
+def rewards_that_differ(monkeypatch):
+    monkeypatch.setattr(ChainTask, "rewards", random_rewards())
 
 
 def freeze(generation):
@@ -27,23 +37,91 @@ def trainer_that(watching):
     return trainer_of(small_config(task=task, model=model, rl={"sentinel": watching, "micro_step_tokens": 512}))
 
 
-def test_an_engine_that_freezes_is_told_or_ends_the_run_before_its_weights_change(monkeypatch):
-    """In a run that was resumed: a checkpoint has the past of the sentinel."""
-    monkeypatch.setattr(ChainTask, "rewards", random_rewards())
+@cache
+def begun():
+    """The state of a run after its warm-up, of its sentinel too, and its records."""
     trainer = trainer_that("warn")
     history = [trainer.run_step()[1] for _ in range(WARM_UP + 1)]
-    assert not any(record.suspicions for record in history)
-    before = copy.deepcopy(trainer.state())
-    for watching in ("warn", "stop"):
-        trainer = trainer_that(watching)
-        trainer.restore(copy.deepcopy(before))
-        generate = trainer.engine.generate
-        trainer.engine.generate = lambda *args, generate=generate: freeze(generate(*args))
-        if watching == "stop":
-            with pytest.raises(BatchMismatchError, match=rf"step {WARM_UP + 1}: sequence {FROZEN}, "):
-                trainer.run_step()
-            assert same_state(before["model"], trainer.state()["model"])
-        else:
-            _, record = trainer.run_step()
-            assert [each.sequence for each in record.suspicions] == [FROZEN]
-            assert not same_state(before["model"], trainer.state()["model"])
+    return trainer.state(), history
+
+
+@cache
+def frozen_step(watching, spoil=freeze):
+    """The next step with an engine that freezes, or spoils else: trainer, rollout and the records of all steps."""
+    state, history = begun()
+    trainer = trainer_that(watching)
+    trainer.restore(copy.deepcopy(state))
+    generate = trainer.engine.generate
+    trainer.engine.generate = lambda *args: spoil(generate(*args))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(ChainTask, "rewards", random_rewards())  # the same in every case
+        experience, record = trainer.run_step()
+    return trainer, experience, [*history, record]
+
+
+def test_tokens_behind_the_first_wrong_row_are_not_trained_on():
+    trainer, experience, history = frozen_step("drop")
+    kept, whole, _ = frozen_step("warn")
+    generation = experience.generation
+    lengths, prompts = generation.response_lengths, generation.trace.lengths - generation.response_lengths
+    # row SINCE + 1 is the first that repeats, and routed what the token behind it was drawn from
+    expected = np.where(np.arange(len(lengths)) == FROZEN, np.maximum(SINCE + 2 - prompts, 0), lengths)
+    assert experience.trained_S.tolist() == np.where(experience.informative_S, expected, 0).tolist()
+    assert whole.trained_S.tolist() == np.where(experience.informative_S, lengths, 0).tolist()
+    dropped = int(lengths[experience.informative_S].sum() - experience.trained_S.sum())
+    assert history[-1].dropped_tokens == dropped > 0 == history[-2].dropped_tokens
+    assert [each.sequence for each in history[-1].suspicions] == [FROZEN]
+    assert math.isfinite(history[-1].loss)
+    assert not same_state(trainer.state()["model"], kept.state()["model"])
+
+
+@pytest.mark.parametrize("method", ["dapo", "gspo"])
+def test_tokens_that_are_left_out_have_no_part_in_loss_and_gradients(method):
+    """Old log-probs that are others there change nothing, and others before are seen to."""
+    kept, weights = 3, []
+    for noise in ("none", "behind", "before"):
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(ChainTask, "rewards", random_rewards())
+            trainer = trainer_of(small_config(rl={"method": method}))
+            experience = trainer.roll_out()
+        generation, lengths = experience.generation, experience.generation.response_lengths
+        place_R = np.arange(lengths.sum()) - np.repeat(np.cumsum(lengths) - lengths, lengths)
+        assert (place_R >= kept).any()
+        noisy_R = {"none": place_R < 0, "behind": place_R >= kept, "before": place_R == kept - 1}[noise]
+        experience = replace(experience, left_S=np.minimum(lengths, kept))
+        _, mini_batches = make_schedule(experience, trainer.config.rl, trainer.execution.ranks, seed=(0, 0))
+        trainer.update(experience, mini_batches, generation.logprobs_R - np.float32(0.1) * noisy_R, None)
+        weights.append(trainer.state()["model"])
+    assert same_state(weights[0], weights[1])
+    assert not same_state(weights[0], weights[2])
+
+
+@pytest.mark.parametrize("looks_like", [LooksLike.STALE_LAYER, LooksLike.OLDER_WEIGHTS])
+def test_a_layer_or_a_batch_that_is_suspected_leaves_nothing_to_train_on(looks_like, monkeypatch):
+    found = Suspicion(looks_like, "planted", 0.9, 0.1, 1e-9, layer=0 if "layer" in looks_like else None)
+    begun()
+    monkeypatch.setattr(Sentinel, "judge", lambda sentinel, counts: [found])
+    trainer, experience, history = frozen_step("drop", lambda generation: generation)
+    assert [each.looks_like for each in history[-1].suspicions] == [looks_like]
+    assert experience.informative_S.any()
+    assert not experience.trained_S.any()
+    assert history[-1].loss == history[-1].grad_norm == 0
+    # the momenta that the optimizer has of earlier steps move nothing
+    assert same_state(trainer.state()["model"], begun()[0]["model"])
+
+
+def test_a_run_is_stopped_before_its_weights_change():
+    trainer = trainer_of(small_config(rl={"sentinel": "stop"}))
+    generate, before = trainer.engine.generate, trainer.state()
+    # the rows of all sequences are other ones: that needs no past
+
+    def of_others(*args):
+        generation = generate(*args)
+        ids, rows = generation.trace.expert_ids_NLK.copy(), np.flatnonzero(generation.trace.valid_N)
+        ids[rows] = ids[np.random.default_rng(0).permutation(rows)]
+        return replace(generation, trace=replace(generation.trace, expert_ids_NLK=ids))
+
+    trainer.engine.generate = of_others
+    with pytest.raises(BatchMismatchError, match=r"step 0.*experts"):
+        trainer.run_step()
+    assert same_state(before, trainer.state())

@@ -6,7 +6,7 @@ a line of another trainer may leave the others out. The reference (docs/referenc
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, get_args
 
 import numpy as np
 from pydantic import AfterValidator, ConfigDict, Field, model_validator
@@ -21,6 +21,8 @@ SIDES: tuple[Side, ...] = ("native", "replayed")
 
 Load = Literal["at_home", "planned", "executed"]
 """Which load of the ranks: with every expert at its home, by the plan, or as it ran."""
+Grouping = Literal["bound", "by_length", "by_routes"]
+"""How sequences share micro-steps; no grouping is below the bound at these homes."""
 ROUNDED = 1e-6
 """Rounding lets a quotient of sums end so far outside of its bounds."""
 
@@ -59,7 +61,8 @@ ADVICE: dict[AlarmKind, str] = {
     "held-out reward rises may go on; only runs that replay can have this alarm, so it does not speak against replay.",
     "effective_share": "Lower rl.learning_rate or rl.mini_steps, or bound the weights with rl.correction.",
     "sentinel": "Look at what brings routes and weights from the engine to the trainer. "
-    'rl.sentinel = "stop" ends the run before it learns from such rows.',
+    'rl.sentinel = "drop" leaves tokens after such rows out of the update, '
+    'or all rows of a rank where a layer or all are suspected; "stop" ends the run.',
 }
 """What to do about each, in the keys of `foreroute train`."""
 
@@ -144,6 +147,10 @@ class ExecutionRecord(Record):
     """Seconds of planning."""
     exposed_planning_s: float | None = None
     """Seconds that passes waited for plans."""
+    packing: dict[Grouping, int] = Field(default_factory=dict)
+    """Packed by routes: assignments of the slowest rank at homes, summed over cells, beside `bound` and `by_length`."""
+    forecast_memory_bytes: int | None = None
+    """Most bytes of any rank in an update, modelled before it ran; with `memory_budget`."""
     passes: dict[str, PassRecord] = Field(default_factory=dict)
     """By name: recompute, update 0, ..."""
 
@@ -151,6 +158,8 @@ class ExecutionRecord(Record):
     def _check_loads(self) -> ExecutionRecord:
         if self.passes and {"at_home", "executed"} - self.max_over_mean.keys():
             raise ValueError("max_over_mean needs at_home and executed where there are passes")
+        if self.packing and set(get_args(Grouping)) - self.packing.keys():
+            raise ValueError("packing needs bound, by_length and by_routes")
         for name, each in self.passes.items():
             try:
                 loads = np.array([each.executed_MLG, each.at_home_MLG], np.int64)
@@ -263,6 +272,8 @@ class StepRecord(Record):
     """Ratios of trainer over engine."""
     informative_share: Share | None = None
     """Share of responses with an advantage."""
+    dropped_tokens: int | None = None
+    """Tokens of these that the sentinel left out of the update."""
     execution: ExecutionRecord | None = None
     """With experts on several ranks."""
     device: DeviceRecord | None = None

@@ -16,6 +16,7 @@ from foreroute.records.step_record import (
     WORDS,
     AlarmKind,
     ExecutionRecord,
+    Grouping,
     Load,
     Side,
     SuspicionRecord,
@@ -150,15 +151,19 @@ def suspicion_table(runs: Sequence[Run], colours: Sequence[str] = ()) -> Table:
     """For each run what the sentinel suspected: steps in a row of one likeness, with the first that was seen."""
     rows = []
     for place, run in enumerate(runs):
+        counted: set[int] = set()  # steps whose dropped tokens a row has said
         for likeness, by_step in _in_a_row((step.step, _by_likeness(run, step)) for step in run.steps):
             since, (first, *others) = next(iter(by_step.items()))
             at_once = f"; at step {since} also {_named(others)}" if others else ""
+            dropped = sum(step.dropped_tokens or 0 for step in run.steps if step.step in by_step.keys() - counted)
+            counted.update(by_step)
+            left_out = f"; {dropped} response tokens were left out of the updates" if dropped else ""
             of_rank = f"rank {first.rank}, " if first.rank else ""
             cells = (
                 run.label,
                 _span(by_step),
                 likeness,
-                f"{of_rank}{first.sentence}{at_once}",
+                f"{of_rank}{first.sentence}{at_once}{left_out}",
                 _k3_beside(run, since, likeness),
                 ADVICE_BY_K3.get(likeness, first.advice),
             )
@@ -315,17 +320,27 @@ def _loads(steps: Sequence[ExecutionRecord]) -> dict[str, str]:
             return ABSENT
         return f"{mean(lambda step: step.max_over_mean[load]):.2f}"
 
+    def over_bound(grouping: Grouping) -> str:
+        return f"{mean(lambda step: step.packing[grouping] / max(step.packing['bound'], 1)):.3f}"
+
     def megabytes(*kinds: str) -> str:
         return f"{mean(lambda step: sum(step.bytes.get(kind, 0) for kind in kinds)) / 1e6:.3g} MB"
 
     planned, waited = ([getattr(step, name) or 0.0 for step in steps] for name in ("planning_s", "exposed_planning_s"))
     # step by step: what one step waits for is not made up by another that hides more
     hidden_s = sum(max(0.0, planning_s - waited_s) for planning_s, waited_s in zip(planned, waited, strict=True))
+    packed = {}
+    if all(step.packing for step in steps):
+        packed["Experts at home over the bound of any packing, by length"] = over_bound("by_length")
+        packed["Experts at home over the bound of any packing, by routes"] = over_bound("by_routes")
+    if forecast := [step.forecast_memory_bytes for step in steps if step.forecast_memory_bytes]:
+        packed["Most memory of a rank in an update, modelled"] = f"{max(forecast) / 1e9:.3g} GB"
     return {
         "Ranks": ", ".join(map(str, sorted({step.ranks for step in steps}))),
         "Busiest rank over mean, experts at home": over_mean("at_home"),
         "Busiest rank over mean, by the plan": over_mean("planned"),
         "Busiest rank over mean, as executed": over_mean("executed"),
+        **packed,
         "Replicas": f"{mean(lambda step: step.replicas or 0):.0f}",
         "Weights moved": megabytes("host", "direct"),
         "Gradients moved": megabytes("gradients"),

@@ -8,6 +8,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Field, model_validator
 
+from foreroute.costs.memory import MOST_BUDGET
 from foreroute.errors import ConfigError, shown
 from foreroute.files.config_file import (
     MOST_COUNTED,
@@ -29,7 +30,7 @@ from foreroute.plan.options import PRICED, PlanOptions
 
 Routing = Literal["none", "R2", "R3"]
 Method = Literal["dapo", "gspo"]
-Watching = Literal["off", "warn", "stop"]
+Watching = Literal["off", "warn", "drop", "stop"]
 
 METHODS: dict[str, dict[str, float]] = {
     "dapo": {"clip_low": 0.2, "clip_high": 0.28},
@@ -256,7 +257,7 @@ class RLConfig(Section):
     """Clips ratios above 1 + clip_high."""
     correction: CorrectionConfig = CorrectionConfig()
     sentinel: Watching = "warn"
-    """Under R3, at rows that [look wrong](diagnose.md#the-sentinel): tell, or stop."""
+    """Under R3, at rows that [look wrong](diagnose.md#the-sentinel): train on what is before them, or stop."""
 
     @model_validator(mode="before")
     @classmethod
@@ -306,6 +307,8 @@ class ParallelConfig(Section):
     """Ranks, one process each."""
     topology: str | None = None
     """[File](planner.md#the-topology-file) of links and prices."""
+    ranks_per_node: Ranks | None = None
+    """Ranks of a node; all by default."""
     redundant_slots: Slots = 2
     """Replicas per rank and layer; 0: none."""
     paths: FetchPath = "direct"
@@ -314,23 +317,29 @@ class ParallelConfig(Section):
     """Folder in node memory."""
     prefetch: Natural = 1
     """Cells fetched ahead."""
+    memory_budget: Annotated[int, Field(ge=0, le=MOST_BUDGET)] = 0
+    """Bytes of a rank by [forecast](sizing.md#a-micro-step); an update above takes more micro-steps. 0: any."""
     timeout_s: Timeout = 600.0
     """Longest silence of a live rank."""
     plan: Annotated[PlanOptions, BeforeValidator(_plan_options)] = PlanOptions()
-    """The planner's [options](planner.md#what-the-planner-decides), such as `home_moves = 4`; no `packing`."""
+    """The planner's [options](planner.md#what-the-planner-decides), `home_moves = 4` or `packing = "routes"`."""
 
     @model_validator(mode="after")
     def _consistent(self) -> ParallelConfig:
+        if self.ranks_per_node is not None and self.expert % self.ranks_per_node:
+            raise ValueError(
+                f"expert = {self.expert} ranks do not fill nodes of ranks_per_node = {self.ranks_per_node}"
+            )
         if self.expert == 1:
             self.refuse_unused(
                 ParallelConfig.model_fields, "with expert = 1, one process; set expert, or leave them out"
             )
         if self.topology is not None:
-            self.refuse_unused(["redundant_slots"], "beside topology, which says them; leave them out")
+            self.refuse_unused(
+                ("ranks_per_node", "redundant_slots"), "beside topology, which says them; leave them out"
+            )
         elif asked := [name for name in PRICED if getattr(self.plan, name)]:
             raise ValueError(f"plan.{asked[0]} = true goes by prices; name a topology file, or leave it out")
-        if self.plan.packing != "length":
-            raise ValueError("plan.packing = \"routes\" is verl's and foreroute plan's; this loop packs by length")
         return self
 
 
@@ -386,6 +395,16 @@ class TrainConfig(Section):
         if self.rollout.prompts % num_ranks:
             raise ValueError(
                 f"rollout.prompts = {self.rollout.prompts} cannot be dealt to parallel.expert = {num_ranks} evenly"
+            )
+        if self.parallel.plan.packing == "routes" and self.rl.routing == "none":
+            raise ValueError(
+                'parallel.plan.packing = "routes" goes by replayed routes, and rl.routing = "none" replays none; set '
+                'rl.routing = "R3" or "R2", or leave it out'
+            )
+        if self.parallel.memory_budget and self.rl.routing == "none":
+            raise ValueError(
+                'parallel.memory_budget goes by replayed routes, and rl.routing = "none" replays none; set '
+                'rl.routing = "R3" or "R2", or leave it out'
             )
         # every rank samples its own block of prompts, by an engine of its own
         if num_ranks > 1 and self.rollout.engine != "embedded":

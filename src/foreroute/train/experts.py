@@ -30,12 +30,14 @@ from foreroute.costs.cluster_file import load_cluster
 from foreroute.costs.model import CostModel
 from foreroute.ep.transfer.engine import TransferOptions
 from foreroute.errors import ConfigError
-from foreroute.plan import Links, PlanOptions, StepPlan, Topology
+from foreroute.layout import Packing, PackingCertificate, exchange_sequences
+from foreroute.plan import Links, PlanOptions, StepPlan, Topology, sequence_counts
 from foreroute.plan.options import PRICED
 from foreroute.planner.homes import place_homes
 from foreroute.records.step_record import ExecutionRecord
 from foreroute.trace import RoutingSpec, RoutingTrace
 from foreroute.train.config import ParallelConfig, TrainConfig
+from foreroute.train.memory import MemoryBudget
 from foreroute.train.policy import Alone, OneProcess, ScheduledPass
 from foreroute.train.record import ExecutedPass, MovedHomes, execution_record
 
@@ -62,8 +64,8 @@ def read_planning(config: ParallelConfig, spec: RoutingSpec) -> Planning:
     Raises `ConfigError` when the file cannot be read, or is of other ranks or another model.
     """
     if config.topology is None:
-        one_node = Topology(config.expert, config.expert, config.redundant_slots, NO_LINKS)
-        return Planning(one_node, config.plan, None)
+        per_node = config.ranks_per_node or config.expert
+        return Planning(Topology(config.expert, per_node, config.redundant_slots, NO_LINKS), config.plan, None)
     path = Path(config.topology)
     cluster = load_cluster(path)
     model = cluster.costs.model
@@ -102,6 +104,7 @@ class ExpertParallel(OneProcess):
             TransferOptions(paths=config.paths, prefetch=config.prefetch, shared_memory=Path(config.shared_memory))
         )
         self._planning = read_planning(config, policy.spec)
+        self._budget = MemoryBudget(policy, run, ranks, self._planning.topology)
         ranks.require_same({"the topology": str(self._planning)}, "Give all of them the same topology file")
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="foreroute-plans")
         self._announced: dict[str, _Announced] = {}
@@ -130,21 +133,56 @@ class ExpertParallel(OneProcess):
             self._policy.move_homes(home_LE, optimizer)
 
     def plan(
-        self, first: int, routes: RoutingTrace, passes: Sequence[ScheduledPass], optimizer: torch.optim.Optimizer
-    ) -> None:
+        self,
+        first: int,
+        routes: RoutingTrace,
+        passes: Sequence[ScheduledPass],
+        optimizer: torch.optim.Optimizer,
+        targets_S: NDArray[np.int64],
+    ) -> list[ScheduledPass]:
+        rows, counts = self._count(routes, passes)
         # all passes are counted before the first one, since homes serve all of them
-        rows = [
-            [self._policy.rows(inputs(routes.select(sequences))) for sequences in each.micro_steps] for each in passes
-        ]
-        counts = [self._policy.gather_counts(rows_M) for rows_M in rows]
         if counts and self._planning.options.home_moves != 0:
             self._place_experts(np.concatenate(counts), optimizer)
-        for each, rows_M, counts_MLGE in zip(passes, rows, counts, strict=True):
-            run, making = ExecutedPass(each.name, counts_MLGE), Future[StepPlan]()
-            # the thread of rank 0 plans passes in the order in which they run
-            if self.ranks.rank == 0:
-                making = self._thread.submit(self._make, run, self._policy.home_LE)
+        certificates: list[PackingCertificate | None] = [None] * len(passes)
+        if self._planning.options.packing == "routes":  # for homes that were placed by counts by length
+            passes, certificates = self._exchange_sequences(routes, passes)
+            rows, counts = self._count(routes, passes)
+        announced, kept = [], None
+        for each, rows_M, counts_MLGE, certificate in zip(passes, rows, counts, certificates, strict=True):
+            run, making = self._begin_planning(ExecutedPass(each.name, counts_MLGE, certificate))
+            if self._budget and run.pass_name == "recompute":
+                kept = self._wait_for_plan(run, making).in_pass("recompute")
+            while self._budget and run.pass_name == "update":
+                plan, lengths_S = self._wait_for_plan(run, making).in_pass("update"), routes.lengths - 1
+                # slots are kept as long as the weights
+                left = kept if each.after == 0 else None
+                forecast = self._budget.forecast(each, lengths_S, targets_S, run.counts_MLGE, plan, left, optimizer)
+                run.forecast_bytes = int(forecast.bytes_MG.max())
+                if self._budget.fits(forecast):
+                    break
+                each, waited_s = self._budget.one_more(each, lengths_S, forecast), run.exposed_planning_s
+                if self._planning.options.packing == "routes":
+                    (each,), (certificate,) = self._exchange_sequences(routes, [each])
+                (rows_M,), (counts_MLGE,) = self._count(routes, [each])
+                repacked = ExecutedPass(each.name, counts_MLGE, certificate, exposed_planning_s=waited_s)
+                run, making = self._begin_planning(repacked)
             self._announced[each.name] = _Announced(run, rows_M, first + each.after, making)
+            announced.append(each)
+        return announced
+
+    def _begin_planning(self, run: ExecutedPass) -> tuple[ExecutedPass, Future[StepPlan]]:
+        """Let the thread of rank 0 plan a pass: passes are planned in the order in which they run."""
+        if self.ranks.rank > 0:
+            return run, Future()
+        return run, self._thread.submit(self._make, run, self._policy.home_LE)
+
+    def _wait_for_plan(self, run: ExecutedPass, making: Future[StepPlan]) -> StepPlan:
+        """Share the plan of a pass. A collective call; what it waits is on the pass's account."""
+        begun = time.monotonic()
+        plan = self._policy.share_plan(making.result)
+        run.exposed_planning_s += time.monotonic() - begun
+        return plan
 
     @contextmanager
     def running(self, planned: ScheduledPass) -> Iterator[None]:
@@ -153,9 +191,7 @@ class ExpertParallel(OneProcess):
             yield
             return
         now, rows_M, number, making = announced
-        begun = time.monotonic()
-        plan = self._policy.share_plan(making.result)
-        now.exposed_planning_s = time.monotonic() - begun
+        plan = self._wait_for_plan(now, making)
         # at homes where the plan saves too little in this pass
         now.plan = plan.in_pass(now.pass_name)
         with self._policy.execute(plan, now.counts_MLGE, rows_M, step=number) as execution:
@@ -193,6 +229,56 @@ class ExpertParallel(OneProcess):
         self._thread.shutdown(cancel_futures=True)  # plans of passes that will not run
         self._policy.close()
 
+    def _count(
+        self, routes: RoutingTrace, passes: Sequence[ScheduledPass]
+    ) -> tuple[list[list[TraceRows]], list[NDArray[np.int32]]]:
+        """Give what the micro-steps of every pass replay here, and count it on all ranks: [M, L, G, E] of each."""
+        rows = [
+            [self._policy.rows(inputs(routes.select(sequences))) for sequences in each.micro_steps] for each in passes
+        ]
+        return rows, [self._policy.gather_counts(rows_M) for rows_M in rows]
+
+    def _exchange_sequences(
+        self, routes: RoutingTrace, passes: Sequence[ScheduledPass]
+    ) -> tuple[list[ScheduledPass], list[PackingCertificate | None]]:
+        """Exchange sequences of each pass between micro-steps, so that experts at home are level, as rank 0 finds."""
+        here = inputs(routes)
+        # one more than the micro-step, 0 of a sequence that is not in the pass
+        step_PS = np.zeros((len(passes), len(here)), np.int64)
+        for step_S, each in zip(step_PS, passes, strict=True):
+            for number, sequences in enumerate(each.micro_steps):
+                step_S[sequences] = number + 1
+        parts = self.ranks.gather((sequence_counts(here), here.lengths, step_PS))
+        found_PGS = np.zeros((len(passes), self.ranks.size, len(here)), np.int64)
+        certificates: list[PackingCertificate | None] = [None] * len(passes)
+
+        def exchange() -> None:
+            if not parts:
+                return
+            counts_GSLE, lengths_GS, step_GPS = (np.stack(each) for each in zip(*parts, strict=True))
+            for number, each in enumerate(passes):
+                rank_S, s = np.nonzero(step_GPS[:, number])
+                step_S = (step_GPS[rank_S, number, s] - 1).astype(np.int32)
+                by_length = Packing(step_S, rank_S.astype(np.int32), len(each.micro_steps), self.ranks.size)
+                packing = exchange_sequences(
+                    by_length,
+                    lengths_GS[rank_S, s],
+                    counts_GSLE[rank_S, s],
+                    homes=self._policy.home_LE,
+                    padded=True,
+                )
+                found_PGS[number, rank_S, s] = packing.micro_step_S + 1
+                certificates[number] = packing.certificate
+
+        self.ranks.on_all("packing by routes", exchange)
+        # nothing is below 0, so that the largest is rank 0's
+        step_PS = self.ranks.max(found_PGS)[:, self.ranks.rank]
+        packed = [
+            replace(each, micro_steps=[np.flatnonzero(step_S == m + 1) for m in range(len(each.micro_steps))])
+            for each, step_S in zip(passes, step_PS, strict=True)
+        ]
+        return packed, certificates
+
     def _place_experts(self, counts_MLGE: NDArray[np.integer], optimizer: torch.optim.Optimizer) -> None:
         """Move experts to where rank 0 wants them for these micro-steps, until they can move again."""
         begun, before_LE = time.monotonic(), self._policy.home_LE
@@ -209,9 +295,9 @@ class ExpertParallel(OneProcess):
         self._moved = MovedHomes(int((home_LE != before_LE).sum()), received, time.monotonic() - begun)
 
     def _make(self, run: ExecutedPass, home_LE: NDArray[np.int16]) -> StepPlan:
-        """Plan a pass, in the thread. Homes stay: they move between steps."""
+        """Plan a pass, in the thread. Homes stay: they move between steps. Sequences are packed."""
         begun, (topology, options, costs) = time.monotonic(), self._planning
-        stay = replace(options, home_moves=0)
+        stay = replace(options, home_moves=0, packing="length")
         plan, why = planner.plan_and_why(run.counts_MLGE, topology, stay, home_LE=home_LE, costs=costs)
         run.priced_options = {name: why[name] for name in (*PRICED, run.pass_name)}
         run.planning_s = time.monotonic() - begun

@@ -20,7 +20,7 @@ import math
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -33,7 +33,6 @@ from foreroute.adapters.hf.response_logprobs import inputs, response_log_probs
 from foreroute.capture import Generation, Sampling
 from foreroute.engines.base import Engine
 from foreroute.errors import BatchMismatchError, DivergedError
-from foreroute.layout.packing import padded_batches
 from foreroute.mismatch import RootCounts, Sentinel, Suspicion
 from foreroute.records.step_record import ADVICE, Side, StepRecord, SuspicionRecord
 from foreroute.replay import RootRows
@@ -42,9 +41,11 @@ from foreroute.trace import RoutingTrace, concatenate
 from foreroute.trace.checks import as_offsets, join_ranges
 from foreroute.train.chain import Task
 from foreroute.train.config import RLConfig, TrainConfig
+from foreroute.train.memory import pack_padded
 from foreroute.train.objective import Tokens, coefficients, denominator, group_advantages, token_losses
 from foreroute.train.policy import Alone, OneProcess, ScheduledPass, make_optimizer
 from foreroute.train.record import Experience, Recomputed, StepPart, Updated, merged, step_record
+from foreroute.trainers.sentinel import kept_tokens
 
 
 @dataclass
@@ -90,12 +91,17 @@ class Trainer:
             if replays:
                 # all passes replay the rollout's routes, so all are planned, in a thread, while the first runs
                 routes = experience.generation.trace
-                execution.plan(steps_taken, routes, [recompute, *mini_batches], self.optimizer)
+                passes_of_step = [recompute, *mini_batches]
+                recompute, *mini_batches = execution.plan(
+                    steps_taken, routes, passes_of_step, self.optimizer, experience.generation.response_lengths
+                )
             passes = {trains_with: self.recompute(experience.generation, recompute, trains_with)}
             if rl.routing == "R2":
                 # the update's routes are known from here on
                 routes = passes["native"].executed
-                execution.plan(steps_taken, routes, mini_batches, self.optimizer)
+                mini_batches = execution.plan(
+                    steps_taken, routes, mini_batches, self.optimizer, experience.generation.response_lengths
+                )
 
         if measures:  # the side that does not train, on the same weights and rollout
             with self._timed("measure"):
@@ -105,6 +111,11 @@ class Trainer:
         if self._sentinel is not None and (roots := passes["replayed"].roots) is not None:
             found = ranks.on_all(f"judging the rollout of step {step}", lambda: self.judge(roots))
             suspicions = [*map(_suspicion_record, found)]
+            if rl.sentinel == "drop" and found:
+                generation = experience.generation
+                prompts_S = generation.trace.lengths - generation.response_lengths
+                kept_S = kept_tokens(found, generation.trace.lengths) - prompts_S
+                experience = replace(experience, left_S=kept_S.clip(min=0))
 
         with self._timed("update"):
             old_logprobs_R = passes[trains_with].logprobs_R
@@ -325,10 +336,7 @@ def make_schedule(
     lengths_S = experience.generation.trace.lengths - 1
 
     def packed(sequences: NDArray[np.int64], fewest: int = 0) -> list[NDArray[np.int64]]:
-        # those of like lengths share a micro-step, so that little is padded; there they keep the order they came in
-        longest_first = np.argsort(-lengths_S[sequences], kind="stable")
-        batches = padded_batches(lengths_S[sequences[longest_first]], config.micro_step_tokens, min_count=fewest)
-        return [sequences[np.sort(longest_first[batch])] for batch in batches]
+        return pack_padded(sequences, lengths_S, config.micro_step_tokens, fewest)
 
     everything = np.arange(len(lengths_S))
     order = np.random.default_rng([*seed, 2]).permutation(np.flatnonzero(experience.informative_S))

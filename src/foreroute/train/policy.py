@@ -265,9 +265,19 @@ class OneProcess:
                 optimizer.state.pop(parameter, None)
 
     def plan(
-        self, first: int, routes: RoutingTrace, passes: Sequence[ScheduledPass], optimizer: torch.optim.Optimizer
-    ) -> None:
-        """Announce passes behind `first` optimizer steps, and their routes, for which experts may move homes."""
+        self,
+        first: int,
+        routes: RoutingTrace,
+        passes: Sequence[ScheduledPass],
+        optimizer: torch.optim.Optimizer,
+        targets_S: NDArray[np.int64],
+    ) -> list[ScheduledPass]:
+        """Announce passes behind `first` optimizer steps, and their routes, for which experts may move homes.
+
+        `targets_S` are response tokens of each sequence. Returns the passes as they are to run: each with its
+        sequences, maybe in other micro-steps.
+        """
+        return list(passes)
 
     def running(self, planned: ScheduledPass) -> AbstractContextManager[None]:
         """Run the micro-steps of a pass that replays routes, by its plan if it was announced."""

@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 
 from foreroute.capture import Generation
 from foreroute.ep.transfer.engine import TransferRecord
+from foreroute.layout import PackingCertificate
 from foreroute.mismatch import (
     RootCounts,
     RoutingMismatch,
@@ -28,6 +29,7 @@ from foreroute.records import StepRecord
 from foreroute.records.step_record import (
     DeviceRecord,
     ExecutionRecord,
+    Grouping,
     Load,
     MismatchRecord,
     NumRanks,
@@ -50,11 +52,18 @@ class Experience:
     advantages_S: NDArray[np.float64]  # [S]
     # [S], False in groups whose rewards are all equal; they are left out of the update
     informative_S: NDArray[np.bool_]
+    # [S], tokens of each response, from its first, that the sentinel leaves in the update; None where it leaves all
+    left_S: NDArray[np.int64] | None = None
+
+    @property
+    def kept_S(self) -> NDArray[np.int64]:
+        """int64 [S], tokens of each response, from its first, that the sentinel leaves in the update."""
+        return self.generation.response_lengths if self.left_S is None else self.left_S
 
     @property
     def trained_S(self) -> NDArray[np.int64]:
-        """int64 [S], tokens of each response that are trained on."""
-        return np.where(self.informative_S, self.generation.response_lengths, 0)
+        """int64 [S], those that are trained on."""
+        return np.where(self.informative_S, self.kept_S, 0)
 
 
 @dataclass(frozen=True, eq=False)
@@ -112,6 +121,7 @@ def merged(parts: list[StepPart]) -> StepPart:
         np.concatenate([each.rewards_S for each in experiences]),
         np.concatenate([each.advantages_S for each in experiences]),
         np.concatenate([each.informative_S for each in experiences]),
+        np.concatenate([each.kept_S for each in experiences]),
     )
     updated = replace(
         updates[0],
@@ -170,6 +180,7 @@ def step_record(
         expert_load=expert_load,
         importance=importance,
         informative_share=float(experience.informative_S.mean()),
+        dropped_tokens=int((generation.response_lengths - experience.kept_S)[experience.informative_S].sum()),
         execution=execution,
         device=DeviceRecord(kind=device.type, name=name, **peak),
         suspicions=whole.suspicions,
@@ -204,6 +215,8 @@ class ExecutedPass:
 
     name: str
     counts_MLGE: NDArray[np.integer]
+    packing: PackingCertificate | None  # by routes, on the first rank
+    forecast_bytes: int = 0  # the most that a rank will take; 0 where nothing was forecast
     plan: StepPlan = field(init=False)  # once it is made, as it is executed in this pass
     planning_s: float = 0.0  # seconds that the planner took, on the first rank
     exposed_planning_s: float = 0.0  # seconds that the pass waited for the plan before it began
@@ -258,6 +271,8 @@ def execution_record(executed: list[ExecutedPass], moved: MovedHomes, ranks: Alo
         exposed_transfer_s=transfer_s,
         planning_s=round(sum(each.planning_s for each in executed), 4),
         exposed_planning_s=round(sum(each.exposed_planning_s for each in executed), 4),
+        forecast_memory_bytes=max(each.forecast_bytes for each in executed) or None,
+        packing=_packing([each.packing for each in executed if each.packing is not None]),
         passes={
             each.name: PassRecord(
                 executed_MLG=of_kind["executed"].tolist(),
@@ -278,6 +293,17 @@ def _loads(each: ExecutedPass, executed_MLG: NDArray[np.int64]) -> dict[Load, ND
         planned_MLG[m, layer] = cell.loads_G(counts_GE)
         np.add.at(at_home_MLG[m, layer], cell.home_E, counts_GE.sum(axis=0))
     return {"at_home": at_home_MLG, "planned": planned_MLG, "executed": executed_MLG}
+
+
+def _packing(found: list[PackingCertificate]) -> dict[Grouping, int]:
+    """Sum the certificates of passes that were packed by routes."""
+    if not found:
+        return {}
+    return {
+        "bound": sum(each.bound for each in found),
+        "by_length": sum(each.by_length for each in found),
+        "by_routes": sum(each.slowest for each in found),
+    }
 
 
 def _max_over_mean(loads: list[NDArray[np.int64]]) -> float:
