@@ -109,6 +109,15 @@ def test_a_signal_ends_a_verb_in_one_line_and_leaves_nothing_behind(tmp_path):
     assert list(tmp_path.iterdir()) == [], "the temporary file is gone"
 
 
+def test_a_signal_whose_exception_python_drops_ends_a_verb_too(tmp_path):
+    """It drops what is raised in a destructor: there the signal comes, before the verb waits, or ends by itself."""
+    waits = "        time.sleep(60)\n"
+    held = "        class Held:\n            def __del__(self): time.sleep(3)\n        Held()\n"
+    assert signalled(HANGING.replace(waits, held + waits), tmp_path, signal.SIGINT) == (130, "stopped: interrupted\n")
+    ended = signalled(HANGING.replace(waits, held), tmp_path, signal.SIGTERM)
+    assert ended == (143, "stopped: ended by SIGTERM\n")
+
+
 HOSTILE = "\x1b]0;mine\x07\x1b[2J\u202etxt.\x9b1m"
 NOT_UTF8 = os.fsdecode(b"tr\xffce")
 

@@ -88,10 +88,10 @@ NAMES = {"a hostile name": HOSTILE, "a name not UTF-8": NOT_UTF8}
 IMPOSSIBLE = {"below a file": "there.txt/given", "name too long": "x" * 300}
 STREAMS = {
     "closed stdin": (FINE, ("closed", "", "")),
-    "closed stdout": (FINE, ("", "closed", "")),
+    "closed stdout": (REFUSED, ("", "closed", "")),
     "closed stderr": (FINE, ("", "", "closed")),
     "full stdout": (REFUSED, ("", "full", "")),
-    "nobody reads stdout": (FINE, ("", "cut", "")),
+    "nobody reads stdout": (REFUSED, ("", "cut", "")),
 }
 
 

@@ -19,7 +19,9 @@ import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from types import FrameType
-from typing import NoReturn
+from typing import Any, NoReturn, TextIO
+
+import typer
 
 from foreroute.cli.terminal import Console, prepare_streams
 from foreroute.errors import AttachError, ForerouteError, InputError, how_to_install, printable
@@ -36,27 +38,36 @@ EXTRA_OF = {
     "scipy": "fit",
 }
 """What verbs import that the light core does not bring, and the extra that does."""
+USAGE_ERROR: Any = typer.BadParameter.__mro__[1]
+"""Typer brings its own click since 0.26, and used click before."""
 ISSUES = "https://github.com/foreroute/foreroute/issues"
 ENDING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 """Ctrl-C, what schedulers send before they kill, and what a terminal sends that is closed."""
 
 
-def run(command: Callable[[], object]) -> NoReturn:
-    """Run a command of Typer, say how it ended unless all went well, and exit."""
+def run(command: Callable[[], Any]) -> NoReturn:
+    """Run a command, which returns an exit code or nothing, say how it ended unless all went well, and exit."""
+    is_closed = sys.stdout is None
     prepare_streams()
-    with _warnings_on_one_line(), _signals():
+    if is_closed:
+        _say("standard output is closed; open it, or send it to /dev/null")
+        sys.exit(2)
+    with _warnings_on_one_line(), _signals() as received:
         try:
-            with _written_out():
-                command()
-            code = 0
+            code = int(command() or 0)
+            sys.stdout.flush()
         except BaseException as error:
             code = 0 if received.raised else _code_of(error)
-    if received.raised:  # whatever became of its exception
-        code = 128 + received.raised
-        name = "interrupted" if code == 130 else f"ended by {signal.Signals(received.raised).name}"
-        _say(name, heading="stopped")
-        if threading.active_count() > 1:
-            os._exit(code)  # a signal ends the command now, and the interpreter would wait for its threads
+        if received.resender:
+            received.resender.cancel()
+        is_ended = received.raised > 0  # whatever became of its exception: a destructor drops it
+        if is_ended:
+            code = 128 + received.raised
+            name = "interrupted" if code == 130 else f"ended by {signal.Signals(received.raised).name}"
+            _say(name, heading="stopped")
+    _drop_broken_streams()
+    if is_ended and threading.active_count() > 1:
+        os._exit(code)  # a signal ends the command now, and the interpreter would wait for its threads
     sys.exit(code)
 
 
@@ -72,6 +83,7 @@ class Received:
     raised = 0  # the signal that ended the command
     noted = 0  # the signal that asks a verb to end by itself
     console: Console | None = None  # of the verb that wants the first signal noted
+    resender: threading.Timer | None = None  # sends the signal once more whose exception was dropped
 
     def __call__(self, number: int, frame: FrameType | None) -> None:
         """Note the first signal where a verb wants that. It prints nothing: a handler may run anywhere."""
@@ -99,18 +111,33 @@ def noting_the_first_signal(console: Console) -> Iterator[Received]:
 
 
 @contextmanager
-def _signals() -> Iterator[None]:
+def _signals() -> Iterator[Received]:
     """Hand the signals to `received`. A signal that is ignored, as under nohup, stays ignored."""
-    received.raised = 0
+    received.raised, received.resender = 0, None
     before = {number: signal.getsignal(number) for number in ENDING}
-    # only the main thread may have handlers
-    is_main = threading.current_thread() is threading.main_thread()
-    taken = [number for number in ENDING if is_main and before[number] not in (signal.SIG_IGN, None)]
+    taken = [number for number in ENDING if before[number] not in (signal.SIG_IGN, None)]
+    if threading.current_thread() is not threading.main_thread():
+        taken = []  # only the main thread may have handlers
     for number in taken:
         signal.signal(number, received)
+    hook = sys.unraisablehook
+
+    def send_once_more(dropped: Any) -> None:
+        """Send a signal once more whose exception was raised in a destructor or callback, where Python drops it."""
+        if not received.raised or not isinstance(dropped.exc_value, KeyboardInterrupt | SystemExit):
+            hook(dropped)
+            return
+        # a moment later: the main thread is still inside of what drops exceptions
+        main_thread = threading.main_thread().ident
+        received.resender = threading.Timer(0.01, signal.pthread_kill, [main_thread, received.raised])
+        received.resender.daemon = True
+        received.resender.start()
+
+    sys.unraisablehook = send_once_more
     try:
-        yield
+        yield received
     finally:
+        sys.unraisablehook = hook
         for number in taken:
             signal.signal(number, before[number])
 
@@ -129,13 +156,20 @@ def _code_of(error: BaseException) -> int:
             _say(f"this needs {library}, which is not installed; {how_to_install(EXTRA_OF[library])}")
         case BrokenPipeError():  # the reader has seen enough
             pass
-        case OSError():
-            where = os.fsdecode(error.filename) if error.filename else "the system refused to go on"
+        case OSError(filename=None):
+            where = "the system refused to go on" if _can_be_written(sys.stdout) else "standard output"
             _say(f"{where}: {error.strerror or error}")
+        case OSError():
+            _say(f"{os.fsdecode(error.filename)}: {error.strerror or error}")
         case MemoryError():
             _say(f"there is not enough memory{f' ({error})' if str(error) else ''}")
         case UnicodeEncodeError():
             _say(f"{error.object[max(error.start - 40, 0) : error.end + 40]} is not text in UTF-8; rename it")
+        case USAGE_ERROR() if type(error).__name__ == "NoArgsIsHelpError":  # Typer has shown the help
+            pass
+        case USAGE_ERROR():
+            path = error.ctx.command_path if error.ctx else "foreroute"
+            _say(f"{error.format_message().strip().rstrip('.')}; {path} --help shows what there is")
         case _:
             with suppress(OSError):
                 sys.stderr.write(printable("".join(traceback.format_exception(error))))
@@ -154,18 +188,21 @@ def _say(message: str, *, heading: str = "error") -> None:
         console.print(f"[bold red]{heading}[/]: {escape(printable(message))}")
 
 
-@contextmanager
-def _written_out() -> Iterator[None]:
-    """Write what was printed, or raise; what cannot be written is dropped, or the interpreter would try once more."""
+def _can_be_written(stream: TextIO) -> bool:
+    """Say whether a stream takes what was printed; one that did not still holds it."""
     try:
-        yield
-    finally:
-        try:
-            if sys.stdout is not None:  # it was not closed
-                sys.stdout.flush()
-        except OSError:
-            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-            raise
+        stream.flush()
+    except (OSError, ValueError):
+        return False
+    return True
+
+
+def _drop_broken_streams() -> None:
+    """Drop what cannot be written, or the interpreter would try once more at its end and change the code."""
+    for stream in filter(None, (sys.stdout, sys.stderr)):
+        if not _can_be_written(stream):
+            with suppress(OSError, ValueError), open(os.devnull, "wb") as nothing:
+                os.dup2(nothing.fileno(), stream.fileno())
 
 
 @contextmanager

@@ -23,7 +23,7 @@ app = typer.Typer(
 
 def main() -> None:
     """Run the command line and exit; `foreroute.cli.exit_codes` has the exit codes."""
-    run(app)
+    run(lambda: app(standalone_mode=False))  # Typer would print what was typed as it stands
 
 
 def _print_version(wanted: bool) -> None:

@@ -42,6 +42,10 @@ class Console(rich.console.Console):
         for segment in super().render(renderable, options):
             yield segment if segment.control else Segment(printable(segment.text), segment.style)
 
+    def on_broken_pipe(self) -> None:
+        """Exit silently; the reader closed the pipe."""
+        raise SystemExit(2)
+
 
 def prepare_streams() -> None:
     """Make printing safe, whatever the streams and the locale are.
