@@ -1,8 +1,11 @@
 """Files of another kind, and what is no path, at every door that reads or writes: named, with what to do."""
 
+import bz2
 import gzip
 import io
+import lzma
 import pickle
+import tarfile
 import zipfile
 
 import numpy as np
@@ -34,16 +37,31 @@ def zipped(file):
         archive.writestr("readme.txt", "hello")
 
 
+def tarred(file):
+    with tarfile.open(fileobj=file, mode="w") as archive:
+        archive.addfile(tarfile.TarInfo("empty"))
+
+
 ARRAYS = {"routed_experts": torch.zeros(2, 3, 1, 2, dtype=torch.int64)}
 OF_KIND = {
     "torch, zipped": (in_memory(lambda file: torch.save(ARRAYS, file)), "torch.save (.pt)"),
     "pickle": (pickle.dumps(ARRAYS["routed_experts"].numpy()), "a pickle"),
     "npy": (in_memory(lambda file: np.save(file, np.zeros((2, 3)))), "(.npy)"),
     "gzip": (gzip.compress(b"{}" * 9, mtime=0), "gzip"),
-    "zip": (in_memory(zipped), "a zip"),
+    "bzip2": (bz2.compress(b"{}"), "bzip2 (.bz2). Unpack"),
+    "xz": (lzma.compress(b"{}"), "xz (.xz). Unpack"),
+    "tar": (in_memory(tarred), "a tar archive. Unpack"),
+    "zip": (in_memory(zipped), "a zip archive"),
+    "npz": (in_memory(lambda file: np.savez(file, a=np.zeros(2))), "(.npz)"),
+    "Arrow": (b"ARROW1" + bytes(40), "an Arrow file"),
+    "HDF5": (b"\x89HDF\r\n\x1a\n" + bytes(40), "an HDF5 file"),
+    "HTML": (b"<!DOCTYPE html>\n<title>Sign in</title>", "a page in HTML"),
     "parquet": (b"PAR1" + bytes(40), "Parquet"),
     "LFS": (b"version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 12\n", "Git LFS"),
-    "JSON": (b' {"model_type": "qwen3_moe", "num_experts": 8}', ""),
+    "JSON": (b' {"model_type": "qwen3_moe", "num_experts": 8}', "it is JSON"),
+    "JSON Lines": (b'{"input": "a"}\n{"input": "b"}\n', "JSON Lines"),
+    "TOML": (b"# a cluster\n[topology]\nnum_ranks = 8\n", "it is TOML"),
+    "text": ("Zuerst, später".encode(), "it is text"),
     "nothing": (b"", "empty"),
 }
 BINARY_DOORS = {"trace": fr.load, "generation": load_generation, "counts": load_counts, "plan": load_plan}
@@ -67,11 +85,13 @@ def test_binary_doors_name_the_kind_and_what_writes_theirs(name, tmp_path):
     with pytest.raises(InputError, match=r"opened.*safetensors") as told:
         fr.load(io.BytesIO(content))
     assert words in str(told.value)
-    if name in ("npy", "gzip"):
-        for read in (*TOML_DOORS.values(), lambda path: parse_json(path.read_bytes(), InputError, name="it")):
+    others = {**TOML_DOORS, "JSON": lambda path: parse_json(path.read_bytes(), InputError, name="it")}
+    own = {"JSON": ("JSON",), **dict.fromkeys(TOML_DOORS, ("TOML", "LFS", "nothing"))}
+    for door, read in others.items():
+        if name != "text" and name not in own[door]:
             with pytest.raises(InputError) as told:
                 read(path)
-            assert words in str(told.value)
+            assert words in str(told.value), door
 
 
 @pytest.mark.parametrize("path", [None, b"name", 3, ["a"]], ids=lambda path: type(path).__name__)

@@ -230,8 +230,9 @@ class TensorFile:
         try:
             with self._reading():
                 self._size = self._file.seek(0, os.SEEK_END)
-            head = self._bytes(0, min(self._size, HEAD_BYTES)).tobytes()
-            if head[4:9] != b"\0\0\0\0{":
+            head = self._bytes(0, min(self._size, 9)).tobytes()
+            if head[4:] != b"\0\0\0\0{":
+                head = self._bytes(0, min(self._size, HEAD_BYTES)).tobytes()
                 raise error(f"{self.name} is not a safetensors file{it_is(head)}{made_by and f'. {made_by}'}")
             if (length := int.from_bytes(head[:8], "little")) > self._size - 8:
                 raise self._wrong(f"its header would take {length} of its {self._size} bytes")

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from foreroute.errors import ConfigError
-from foreroute.files.regular import read_text
+from foreroute.files.regular import it_is, read_text
 
 MOST_BYTES, MOST_DOTS, DEEPEST = 1 << 16, 1000, 32
 """Limits of a file: bytes, dots in a line, depth of tables. tomllib takes seconds for a key of thousands of parts."""
@@ -25,7 +25,8 @@ def read_toml(path: Path) -> dict[str, Any]:
     try:
         values = tomllib.loads(text)
     except ValueError as error:  # also for an integer of thousands of digits
-        raise ConfigError(f"{path} is not a readable TOML file ({error!s:.400})") from error
+        what = it_is(text.encode(), "TOML", "text")
+        raise ConfigError(f"{path} is not a readable TOML file ({error!s:.400}){what}") from error
     except RecursionError as error:
         raise ConfigError(f"{path} is not a readable TOML file: it is nested too deep") from error
     refuse_impossible(values, str(path))
