@@ -142,13 +142,42 @@ def test_diff_names_a_defect(tmp_path):
     result = foreroute("diff", trace, shifted)
     assert result.returncode == 1
     assert "shift" in result.stdout
+    late_N = np.arange(own.num_rows) - np.repeat(own.offsets[:-1], own.lengths) > 3
+    ids_NLK, num_experts = own.expert_ids_NLK, own.spec.sizes_L[0][0]
+    picked_NLE = (ids_NLK[..., None] == np.arange(num_experts)).any(axis=2)
+    others_NLK = np.argsort(picked_NLE, axis=2, kind="stable")[..., : ids_NLK.shape[2]].astype(ids_NLK.dtype)
+    parted = replace(own, expert_ids_NLK=np.where(late_N[:, None, None], others_NLK, ids_NLK))
+    shown = foreroute("diff", trace, fr.save(parted, tmp_path / "parted")).stdout
+    assert re.findall(r"(\d+ to \d+) \S +([\d.]+%)", shown)[:2] == [("0 to 3", "100.00%"), ("4 to 8", "0.00%")]
     other = fr.save(random_trace(1), tmp_path / "c")
     assert foreroute("diff", trace, other).returncode == 2
-    masks = DecisionStream.from_sets(9, np.ones(own.num_rows, bool), np.ones(own.num_rows, int), own.token_ids_N % 9)
-    masked = fr.save(own.with_stream("sampling", masks), tmp_path / "masked")
-    lost = foreroute("diff", masked, trace)
-    assert (lost.returncode, "sampling  the other trace has none" in lost.stdout) == (1, True)
-    assert foreroute("diff", trace, masked).returncode == 0
+
+
+def test_diff_names_sets_that_differ_are_missing_or_are_of_other_tokens(tmp_path):
+    plain = random_trace(3)
+    next_N = np.append(plain.token_ids_N[1:], 0)
+    valid = np.ones(plain.num_rows, bool)
+    valid[plain.offsets[1:][plain.lengths > 0] - 1] = False
+    choices = int(plain.token_ids_N.max()) + 3
+
+    def saved(name, ids_N2):
+        masks = DecisionStream.from_sets(choices, valid, 2 * valid, ids_N2[valid].reshape(-1))
+        return fr.save(plain.with_stream("sampling", masks), tmp_path / name)
+
+    own = np.stack([next_N, next_N + 1], axis=1)
+    other = own.copy()
+    row = int(np.flatnonzero(valid)[-1])
+    sequence = int(np.searchsorted(plain.offsets, row, side="right")) - 1
+    other[row, 1] += 1
+    saved("first", own), saved("second", other), saved("wrong", (own + 1) % choices), fr.save(plain, tmp_path / "plain")
+    position = f"position {row - plain.offsets[sequence]} of sequence {sequence}"
+    for reference, compared, code, said in (
+        ("first", "second", 0, position),  # a trainer's own sets differ by rounding
+        ("first", "plain", 1, "the other trace has none"),
+        ("first", "wrong", 1, "leave out the token that was sampled"),
+    ):
+        result = foreroute("diff", tmp_path / reference, tmp_path / compared)
+        assert (result.returncode, said in " ".join(result.stdout.split())) == (code, True), (reference, compared)
 
 
 def test_inspect_shows_facts_and_claims_apart_and_obeys_neither(tmp_path):

@@ -53,6 +53,10 @@ def said(result):
     return " ".join(result.stdout.split())
 
 
+def commands(page):
+    return [shlex.split(html.unescape(line)) for line in re.findall(r"<code>foreroute (.*)</code>", page.read_text())]
+
+
 @pytest.mark.usefixtures("unpainted")
 def test_a_model_folder_and_a_rollout(files, tmp_path):
     page = tmp_path / "page.html"
@@ -106,17 +110,20 @@ def test_a_run_folder_is_examined_at_the_checkpoint_of_its_rollout(run, tmp_path
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("unpainted")
-def test_the_page_of_a_run_names_a_command_that_examines_it(tmp_path):
+def test_the_page_of_a_run_and_that_of_its_diagnosis_name_each_other_in_commands_that_run(tmp_path):
     values = small_values(rl={"steps": 3, "micro_step_tokens": 64, "warmup_steps": 2})
     train(parse_config(values, source="test"), tmp_path / "a run")
     assert foreroute("report", "a run", cwd=tmp_path).returncode == 0
-    page = (tmp_path / "a run" / "report.html").read_text()
-    (examine_it,) = [
-        shlex.split(html.unescape(line)) for line in re.findall(r"<code>foreroute (doctor .*)</code>", page)
-    ]
+    (examine_it,) = commands(tmp_path / "a run" / "report.html")
+    assert examine_it[0] == "doctor"
     result = foreroute(*examine_it, cwd=tmp_path)
     assert result.returncode == 0, result.stdout + result.stderr
     assert re.search(r"k3 goes from \d\.\d+e-\d+ to \d\.\d+e-\d+ nats", said(result)), said(result)
+    (draw_it,) = commands(tmp_path / "a run" / "doctor.html")
+    assert f"foreroute {shlex.join(draw_it)}" in result.stdout
+    (tmp_path / "a run" / "report.html").unlink()
+    assert foreroute(*draw_it, cwd=tmp_path).returncode == 0
+    assert commands(tmp_path / "a run" / "report.html") == [examine_it]
 
 
 PASSES = "--rollout bf16.generation --trainer native.generation"

@@ -17,7 +17,7 @@ def test_everything_that_was_measured_is_on_the_page(tmp_path):
     own = TrainerPass(OWN, LOGPROBS + 0.1)
     given = {"native": own, "repeated": own, "repacked": own, "replayed": TrainerPass(None, LOGPROBS + 0.01)}
     diagnosis = diagnose(Evidence(engine=ENGINE, engine_logprobs_R=LOGPROBS, **given), {"model": "test"})
-    html = write_diagnosis(diagnosis, tmp_path / "page.html").read_text()
+    html = write_diagnosis(diagnosis, tmp_path / "page.html", [("Look at the run", "foreroute report r")]).read_text()
     text = text_of(html)
     for finding in diagnosis.findings:
         assert f"{finding.sentence} {finding.advice}".strip() in text
@@ -26,3 +26,4 @@ def test_everything_that_was_measured_is_on_the_page(tmp_path):
         assert " ".join(row.cells).replace("\N{NO-BREAK SPACE}", " ") in text, row
     assert table.column("Differing decisions")[1] == "0, forced"
     assert html.count("data:image/svg+xml;base64,") == 2
+    assert "Look at the run foreroute report r" in text

@@ -18,6 +18,7 @@ from foreroute.errors import InputError, ReplayError, RunFolderError, printable
 from foreroute.files.regular import parse_json, read_text
 from foreroute.report import write_diagnosis
 from foreroute.report.diagnosis import finding_table, measure_table
+from foreroute.report.format import quoted
 from foreroute.report.page import check_page
 from foreroute.trace import RoutingTrace, load
 
@@ -87,9 +88,17 @@ def run_doctor(
     console.print(shown_table(finding_table(diagnosis)))
     if (measures := measure_table(diagnosis.measures)).rows:
         console.print(shown_table(measures))
+    commands = []
+    if model is not None and (model / "metrics.jsonl").exists():
+        commands.append(("The page of this run", f"foreroute report {quoted(model)}"))
+    # `foreroute diff` reads traces, not generations
+    if rollout is not None and trainer is not None and not any(map(is_generation, (rollout, trainer))):
+        commands.append(("The two traces by layer and position", f"foreroute diff {quoted(trainer)} {quoted(rollout)}"))
+    for what, command in commands:
+        console.print(f"\n{what}:\n{printable(command)}", soft_wrap=True, highlight=False, markup=False)
     if output is not None:
         with working("drawing the page", console):
-            page = write_diagnosis(diagnosis, output)
+            page = write_diagnosis(diagnosis, output, commands)
         console.print(f"page  {page}", soft_wrap=True, highlight=False)
     return diagnosis.worst
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from itertools import pairwise
 from pathlib import Path
 
 import numpy as np
@@ -12,11 +13,14 @@ from rich.table import Column, Table
 from foreroute.capture.checks import refuse_frozen_rows
 from foreroute.cli.terminal import Console, shown_facts, working
 from foreroute.errors import InputError, printable
-from foreroute.mismatch import Defect, explain
+from foreroute.mismatch import Defect, Explanation, explain
+from foreroute.mismatch.decisions import misplaced_masks, stream_difference
 from foreroute.report.format import quoted
-from foreroute.trace import NO_VERSION, RoutingTrace, digest, load
+from foreroute.trace import NO_VERSION, SAMPLING, RoutingTrace, digest, load
 from foreroute.trace.operations import count_assignments
 
+POSITION_BINS = 8
+"""Rows of the table of overlap by position."""
 MOST_SHOWN, MOST_LETTERS = 32, 2000
 """Most facts and weight versions, and most letters of one: a file may hold a mebibyte of them."""
 
@@ -55,7 +59,7 @@ def validate_traces(paths: list[Path]) -> bool:
 
 
 def print_difference(reference: Path, other: Path) -> bool:
-    """Print overlap by layer, and the defect that explains it; False when there is one.
+    """Print overlap by layer and position, other sets, and the defect that explains it; False when there is one.
 
     Raises:
         InputError: when no row is routed in both traces, or they are of other models or tokens.
@@ -68,15 +72,48 @@ def print_difference(reference: Path, other: Path) -> bool:
     console.print("Picks that both traces share:")  # a table's own title is wrapped in the table's width
     shares = zip(trace.spec.layers, found.overlap_by_layer_L, strict=True)
     console.print(_table(("layer", "share"), [(str(layer), f"{share:.2%}") for layer, share in shares]))
+    console.print(_by_position(found))
     natural = found.kind is Defect.NONE
     colour = "green" if natural else "bold red"
     console.print(f"[{colour}]{found.kind}[/]  {escape(found.sentence)}", highlight=False)
-    # equal routes do not make other decisions equal; the doctor compares those that both have
-    if lost := sorted(trace.streams.keys() - compared.streams.keys()):
-        console.print(f"[bold red]{', '.join(lost)}[/]  the other trace has none")
+    # equal routes do not make other decisions equal: a stream may be lost or shifted alone
+    natural &= _same_streams(trace, compared, console)
     command = f"foreroute doctor --trainer {quoted(reference)} --rollout {quoted(other)} --output doctor.html"
     console.print(f"page   {printable(command)}", soft_wrap=True, highlight=False, markup=False)
-    return natural and not lost
+    return natural
+
+
+def _same_streams(trace: RoutingTrace, other: RoutingTrace, console: Console) -> bool:
+    """Print how decisions beside routes differ; False when the other trace lacks some, or has those of other rows."""
+    sound = True
+    if not np.array_equal(trace.token_ids_N, other.token_ids_N):  # another order, which the explanation names
+        return sound
+    # the last token of a sequence is before none, and engines do not compute it
+    last = trace.offsets[1:][trace.lengths > 0] - 1
+    for name in sorted({*trace.streams, *other.streams}):
+        if name not in other.streams:
+            console.print(f"[bold red]{name}[/]  the other trace has none")
+            sound = False
+            continue
+        if name not in trace.streams:  # such as masks, which no trainer makes
+            console.print(f"[blue]{name}[/]  the reference has none to compare with")
+            continue
+        found = stream_difference(*(each.streams[name].without(last) for each in (trace, other)))
+        sentence = f"the sets of all {found.rows} rows are the same"
+        if found.first is not None:
+            sequence = int(np.searchsorted(trace.offsets, found.first, side="right") - 1)
+            sentence = (
+                f"{found.differing} of {found.rows} rows have other sets, which share {found.shared:.1%} of their ids; "
+                f"{found.alone[0]} rows have sets in the reference alone, {found.alone[1]} in the other trace alone. "
+                f"The first is position {found.first - int(trace.offsets[sequence])} of sequence {sequence}"
+            )
+        console.print(f"[{'red' if any(found.alone) else 'green'}]{name}[/]  {sentence}.", highlight=False)
+        sound &= not any(found.alone)
+    for side, each in (("the reference", trace), ("the other trace", other)):
+        if wrong := misplaced_masks(each):
+            console.print(f"[bold red]{SAMPLING}[/]  in {side}, {wrong}.", highlight=False)
+            sound = False
+    return sound
 
 
 def _facts(path: Path, trace: RoutingTrace) -> dict[str, str]:
@@ -134,3 +171,15 @@ def _layers(trace: RoutingTrace) -> Table:
         entropy = f"{(share * np.log2(1 / share)).sum():.2f} of {np.log2(num_experts):.2f}"
         rows.append((str(layer), str(int(counts.argmax())), busiest, str(int((counts == 0).sum())), entropy))
     return _table(("layer", "busiest expert", "its load over the mean", "experts never picked", "entropy, bits"), rows)
+
+
+def _by_position(found: Explanation) -> Table:
+    """Show the same by stretches of positions: a shift or a lost prefix is seen there."""
+    longest, rows = len(found.overlap_by_position_T), []
+    edges = np.unique(np.linspace(0, longest, min(POSITION_BINS, longest) + 1, dtype=int))
+    for start, stop in pairwise(edges.tolist()):
+        shares = found.overlap_by_position_T[start:stop]
+        known = shares[~np.isnan(shares)]
+        positions = f"{start} to {stop - 1}" if stop - start > 1 else str(start)
+        rows.append((positions, f"{known.mean():.2%}" if len(known) else "no row in both"))
+    return _table(("positions", "share"), rows)

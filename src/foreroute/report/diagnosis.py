@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 
 from foreroute.doctor import Diagnosis, Severity
@@ -10,6 +11,7 @@ from foreroute.mismatch import RoutingMismatch, TokenMismatch
 from foreroute.report.diagnosis_plots import diagnosis_plots, explained
 from foreroute.report.format import percentage, scientific
 from foreroute.report.page import Column, Page, PageSection, Table, TableRow, Tile, Tone, write_page
+from foreroute.report.run import further
 from foreroute.report.run_tables import ABOUT_MEASURES
 
 TONES: dict[Severity, Tone] = {
@@ -98,9 +100,9 @@ def root_table(measures: Measures) -> Table:
     return Table(columns=ROOTS, rows=tuple(rows))
 
 
-def write_diagnosis(diagnosis: Diagnosis, target: Path) -> Path:
-    """Write the page; raises `InputError` as `write_page`."""
-    return write_page(target, lambda: _page(diagnosis))
+def write_diagnosis(diagnosis: Diagnosis, target: Path, commands: Sequence[tuple[str, str]] = ()) -> Path:
+    """Write the page, and on it commands to run next, each with what it does; raises `InputError` as `write_page`."""
+    return write_page(target, lambda: _page(diagnosis, commands))
 
 
 def _tiles(measures: Measures) -> tuple[Tile, ...]:
@@ -117,7 +119,7 @@ def _tiles(measures: Measures) -> tuple[Tile, ...]:
     return tuple(tiles)
 
 
-def _page(diagnosis: Diagnosis) -> Page:
+def _page(diagnosis: Diagnosis, commands: Sequence[tuple[str, str]]) -> Page:
     findings, measures, roots = (
         finding_table(diagnosis),
         measure_table(diagnosis.measures),
@@ -142,5 +144,6 @@ def _page(diagnosis: Diagnosis) -> Page:
             *(explained(attribution, diagnosis.measures.layers) if attribution is not None and attribution.k3 else ()),
             *([PageSection(heading="No near-ties", tables=(roots,))] if roots.rows else []),
             PageSection(heading="Where the routes part", plots=diagnosis_plots(diagnosis.measures)),
+            *further(commands),
         ),
     )
