@@ -40,6 +40,7 @@ from tests.train.small_runs import small_config
             for parallel, message in (
                 ('plan = {packing = "routes"}}\nrl = {routing = "none"', r'packing = "routes" goes by replayed routes'),
                 ('memory_budget = 1}\nrl = {routing = "none"', "memory_budget goes by replayed routes"),
+                ("ranks_per_node = 3", "expert = 4 ranks do not fill nodes of ranks_per_node = 3"),
                 ("plan = {pay_off = true}", r"plan\.pay_off = true goes by prices; name a topology file"),
                 ('topology = "a.toml", redundant_slots = 1', "redundant_slots changes nothing beside topology"),
             )

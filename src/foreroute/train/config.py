@@ -396,15 +396,12 @@ class TrainConfig(Section):
             raise ValueError(
                 f"rollout.prompts = {self.rollout.prompts} cannot be dealt to parallel.expert = {num_ranks} evenly"
             )
-        if self.parallel.plan.packing == "routes" and self.rl.routing == "none":
+        packs = self.parallel.plan.packing == "routes"
+        asked = 'plan.packing = "routes"' if packs else "memory_budget"
+        if self.rl.routing == "none" and (packs or self.parallel.memory_budget):
             raise ValueError(
-                'parallel.plan.packing = "routes" goes by replayed routes, and rl.routing = "none" replays none; set '
-                'rl.routing = "R3" or "R2", or leave it out'
-            )
-        if self.parallel.memory_budget and self.rl.routing == "none":
-            raise ValueError(
-                'parallel.memory_budget goes by replayed routes, and rl.routing = "none" replays none; set '
-                'rl.routing = "R3" or "R2", or leave it out'
+                f"parallel.{asked} goes by replayed routes, and "
+                'rl.routing = "none" replays none; set rl.routing = "R3" or "R2", or leave it out'
             )
         # every rank samples its own block of prompts, by an engine of its own
         if num_ranks > 1 and self.rollout.engine != "embedded":
