@@ -10,6 +10,7 @@ A verb may ask that the first signal is only noted, as `train` does, which then 
 
 from __future__ import annotations
 
+import _thread
 import os
 import signal
 import sys
@@ -127,11 +128,10 @@ def _signals() -> Iterator[Received]:
         if not received.raised or not isinstance(dropped.exc_value, KeyboardInterrupt | SystemExit):
             hook(dropped)
             return
-        # a moment later: the main thread is still inside of what drops exceptions
+        # a moment later: the main thread is still inside of what drops exceptions, and `start` would wait there
         main_thread = threading.main_thread().ident
-        received.resender = threading.Timer(0.01, signal.pthread_kill, [main_thread, received.raised])
-        received.resender.daemon = True
-        received.resender.start()
+        received.resender = threading.Timer(0.1, signal.pthread_kill, [main_thread, received.raised])
+        _thread.start_new_thread(received.resender.run, ())
 
     sys.unraisablehook = send_once_more
     try:
