@@ -13,7 +13,6 @@ from experiments.models import configuration, merged
 from experiments.starts import loaded
 from experiments.tampering import shifted
 from foreroute.capture import Generation
-from foreroute.files.json_form import to_json
 from foreroute.mismatch import RoutingMismatch, TokenMismatch
 from foreroute.records.step_record import Side
 from foreroute.train.loop import make_schedule, make_trainer
@@ -50,5 +49,5 @@ def run_static(cell: Cell, base: dict[str, Any], checkpoint: Path) -> dict[str, 
 
 def figures_of(tokens: TokenMismatch, routes: RoutingMismatch) -> dict[str, float]:
     """Keep the figures of a comparison of two passes that the page needs."""
-    record = to_json(mismatch_record(tokens, routes))
+    record = mismatch_record(tokens, routes).to_json()
     return {name: record[name] for name in KEPT}

@@ -12,7 +12,6 @@ from experiments.models import configuration
 from experiments.series import reduced
 from experiments.tampering import shifting_engine
 from foreroute.errors import DivergedError
-from foreroute.files.json_form import to_json
 from foreroute.train import RunFolder, train
 
 
@@ -30,7 +29,7 @@ def run_training(cell: Cell, base: dict[str, Any], checkpoint: Path) -> dict[str
                 train(config, run)
         except DivergedError:
             diverged = True
-        records = [to_json(record) for record in RunFolder(run).records()]
+        records = [record.to_json() for record in RunFolder(run).records()]
     trained_with = "replayed" if config.rl.routing == "R3" else "native"
     figures = reduced(records, trained_with)
     if diverged and figures["collapsed_at"] is None:

@@ -70,7 +70,7 @@ def all_of(rooms):
 
 BASE_ROOMS = (
     *("errors", "kernels", "checks", "files", "trace", "layout", "plan", "costs", "costs.cluster_file", "planner"),
-    *("mismatch", "records", "capture", "core", "replay", "ep", "conformance", "doctor"),
+    *("mismatch", "capture", "core", "replay", "ep", "conformance", "doctor"),
 )
 """Rooms below `train` and `simulate`, and those beside them that take no configuration, where torch is installed."""
 OF_CLI = ("typer", "rich", "pydantic")

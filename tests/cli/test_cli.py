@@ -142,6 +142,13 @@ def test_diff_names_a_defect(tmp_path):
     result = foreroute("diff", trace, shifted)
     assert result.returncode == 1
     assert "shift" in result.stdout
+    late_N = np.arange(own.num_rows) - np.repeat(own.offsets[:-1], own.lengths) > 3
+    ids_NLK, num_experts = own.expert_ids_NLK, own.spec.sizes_L[0][0]
+    picked_NLE = (ids_NLK[..., None] == np.arange(num_experts)).any(axis=2)
+    others_NLK = np.argsort(picked_NLE, axis=2, kind="stable")[..., : ids_NLK.shape[2]].astype(ids_NLK.dtype)
+    parted = replace(own, expert_ids_NLK=np.where(late_N[:, None, None], others_NLK, ids_NLK))
+    shown = foreroute("diff", trace, fr.save(parted, tmp_path / "parted")).stdout
+    assert re.findall(r"(\d+ to \d+) \S +([\d.]+%)", shown)[:2] == [("0 to 3", "100.00%"), ("4 to 8", "0.00%")]
     other = fr.save(random_trace(1), tmp_path / "c")
     assert foreroute("diff", trace, other).returncode == 2
 
@@ -171,15 +178,6 @@ def test_diff_names_sets_that_differ_are_missing_or_are_of_other_tokens(tmp_path
     ):
         result = foreroute("diff", tmp_path / reference, tmp_path / compared)
         assert (result.returncode, said in " ".join(result.stdout.split())) == (code, True), (reference, compared)
-
-
-def test_convert_keeps_or_drops_the_order_of_picks(tmp_path):
-    trace = random_trace(5, num_experts=64, top_k=3).with_weight_version(3)
-    source = fr.save(trace, tmp_path / "trace", encoding="ordered")
-    for form, expected in (("ordered", trace), ("sets", trace.without_pick_order())):
-        result = foreroute("convert", source, tmp_path / form, "--to", form)
-        assert result.returncode == 0, result.stderr
-        assert fr.load(tmp_path / form).equals(expected)
 
 
 def test_inspect_shows_facts_and_claims_apart_and_obeys_neither(tmp_path):

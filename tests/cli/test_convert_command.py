@@ -76,14 +76,10 @@ def test_weights_that_nobody_named_are_warned_of(folder):
 
 def test_what_is_missing_is_told_in_options_of_the_verb(folder):
     (folder / "rows.npy").write_bytes(wires.npy(R.all_layers()))
-    refused(folder, "rows.npy: the output does not carry the tokens of sequence 0; pass --tokens, prompt", "rows.npy")
+    refused(folder, "rows.npy: the output does not carry the tokens of sequence 0; pass token_ids=, prompt", "rows.npy")
     (folder / "tokens.json").write_text(json.dumps([[*R.tokens, 1, 2]]))
     given = ("rows.npy", "out", "--tokens", folder / "tokens.json")
-    refused(folder, "Rows are missing: pass --start if the request skipped a known prefix", *given)
-    body = json.loads(wires.vllm_http(R))
-    body["choices"][0]["sampling_mask"] = [[1]] * 5
-    (folder / "masks.json").write_text(json.dumps(body))
-    refused(folder, "is not known; pass --model with the folder of the model", "masks.json")
+    refused(folder, "Rows are missing: pass start= if the request skipped a known prefix", *given)
 
 
 def test_log_probs_are_kept_on_request(folder):

@@ -67,18 +67,10 @@ def test_a_model_folder_and_a_rollout(files, tmp_path):
     assert "Which flips make the gap" in page.read_text()
     assert "R3 helps by a factor of" in result.stdout
     assert "Replay is wired" in result.stdout
-    assert commands(page) == []
     assert "R3 helps by a factor of" in page.read_text()
     passes = [f"--{name}={files / f'{file}.generation'}" for name, file in
               (("rollout", "bf16"), ("trainer", "native"), ("replayed", "replayed"))]  # fmt: skip
     assert doctor(*passes).stdout.splitlines()[0] == result.stdout.splitlines()[0], "the trainer's passes say the same"
-
-
-@pytest.mark.slow
-def test_a_problem_is_exit_code_1(files):
-    result = doctor("--model", files / "model", "--rollout", files / "shifted.generation")
-    assert result.returncode == 1, result.stderr
-    assert "shifted by +1 token:" in result.stdout
 
 
 @pytest.fixture(scope="module")
@@ -140,8 +132,7 @@ PASSES = "--rollout bf16.generation --trainer native.generation"
 @grid(
     ("words", "message"),
     [
-        ("", "no trainer to examine"),
-        ("--trainer native.trace", "no engine to compare with"),
+        ("", "no two sides to compare"),
         ("--rollout unrouted.trace --trainer native.trace", "no row is routed on both sides"),
         ("--model model --trainer native.trace", "do not give"),
         ("--model Qwen/Qwen3-30B-A3B", "Nothing is downloaded: hf download"),

@@ -109,6 +109,15 @@ def test_a_signal_ends_a_verb_in_one_line_and_leaves_nothing_behind(tmp_path):
     assert list(tmp_path.iterdir()) == [], "the temporary file is gone"
 
 
+def test_a_signal_whose_exception_python_drops_ends_a_verb_too(tmp_path):
+    """It drops what is raised in a destructor: there the signal comes, before the verb waits, or ends by itself."""
+    waits = "        time.sleep(60)\n"
+    held = "        class Held:\n            def __del__(self): time.sleep(3)\n        Held()\n"
+    assert signalled(HANGING.replace(waits, held + waits), tmp_path, signal.SIGINT) == (130, "stopped: interrupted\n")
+    ended = signalled(HANGING.replace(waits, held), tmp_path, signal.SIGTERM)
+    assert ended == (143, "stopped: ended by SIGTERM\n")
+
+
 HOSTILE = "\x1b]0;mine\x07\x1b[2J\u202etxt.\x9b1m"
 NOT_UTF8 = os.fsdecode(b"tr\xffce")
 
@@ -150,20 +159,9 @@ json.dump([vars(foreroute(*command.split())) for command in json.load(sys.stdin)
 def test_a_light_install_says_in_one_line_what_a_verb_needs(tmp_path):
     fr.save(random_trace(0), tmp_path / "t")
     (tmp_path / "run.toml").write_text('name = "light"')
-    (tmp_path / "simulate.toml").write_text("cluster = {gpus = 8, expert_parallel = 8}")
     write_run(tmp_path / "run", config(), [step_line(0)])
-    (tmp_path / "model").mkdir()
-    (tmp_path / "model" / "config.json").write_text("{}")
     works = ("inspect t", "validate t", "convert t u --to ordered", "diff t t", "doctor --trainer t --rollout t")
-    lacks = {
-        "demo": "hf",
-        "demo-ep --folder x": "hf",
-        "train run.toml": "hf",
-        "doctor --model model --rollout t": "hf",
-        "simulate simulate.toml --fit measured.jsonl": "fit",
-        "report run": "report",
-        "doctor --trainer t --rollout t --output page.html": "report",
-    }
+    lacks = {"train run.toml": "hf", "report run": "report"}
     done = subprocess.run(
         [sys.executable, "-c", blocked(OPTIONAL) + LIGHT],
         input=json.dumps([*works, *lacks]),

@@ -10,7 +10,6 @@ import pytest
 
 import foreroute as fr
 from foreroute.cli.plan import read_step, run_plan
-from foreroute.costs.cluster_file import load_cluster
 from foreroute.layout import pack_sequences
 from foreroute.plan import PlanOptions, Topology, load_plan, save_plan, verify
 from foreroute.plan.counts import packed_counts, save_counts
@@ -57,11 +56,7 @@ def files(tmp_path_factory):
     ("change", "told"),
     [
         (lambda counts: counts, ""),
-        (
-            lambda counts: counts // 4,
-            "layer 1 has .* assignments of rank 0 in micro-step 0, and layer 0 .*: layers route",
-        ),
-        (lambda counts: counts + 1, ""),
+        (lambda counts: counts // 4, "layer 1 has .* of rank 0 in micro-step 0: layer 0 .* layers route"),
         (lambda counts: np.concatenate([counts[..., :1] + 1, counts[..., 1:]], axis=3), "no multiple of top_k 2"),
         (lambda counts: counts[:, :, :1].repeat(4, axis=2), "all ranks have the same counts"),
         (lambda counts: counts * (np.arange(4) < 2)[:, None], "ranks 2, 3 have no tokens"),
@@ -83,8 +78,6 @@ def test_counts_to_table_plan_and_page(files, tmp_path):
     result = plan(f"{given} --previous before.safetensors --set home_moves=2", files)
     assert result.returncode == 0, result.stderr
     lines = result.stdout.splitlines()
-    paths = [line for line in lines if str(tmp_path) in line]
-    assert max(len(line.rstrip()) for line in lines if line not in paths) <= 80
     for label in ("static", "EPLB, previous step", "EPLB, per micro-step", "foreroute", "lower bound"):
         assert sum(line.startswith(f"{label} ") and "\N{MULTIPLICATION SIGN}" in line for line in lines) == 1
     assert "modelled" in result.stdout
@@ -116,31 +109,21 @@ def slowest_over_mean(counts_MLGE, home_LE):
 
 
 def test_what_is_reached_with_less_than_the_plan(files, tmp_path):
-    """Of traces packed by routes, homes moved, and the plan; of counts without packing: the figures by loops."""
+    """Of traces packed by routes, and homes moved: the figures by loops."""
     traces, home_LE = sorted(files.glob("step-*.safetensors")), np.tile(np.arange(8) // 2, (3, 1))
     step = read_step(files / "cluster.toml", traces, token_budget=40)
     both, moved_LE = step.sequences.with_homes(step.topology, home_LE)
     model, output = step.cluster.costs.model, tmp_path / "a.safetensors"
-
-    def printed(given):
-        result = plan(f"{given} --topology cluster.toml --no-baselines --output {output} --overwrite", files)
-        assert result.returncode == 0, result.stderr
-        return dict(re.findall(r"^(\w[\w, ]*\w) {2,}(\d.*)$", result.stdout, re.MULTILINE))
-
-    found = printed(f"{' '.join(path.name for path in traces)} --token-budget 40")
+    given = f"{' '.join(path.name for path in traces)} --token-budget 40"
+    result = plan(f"{given} --topology cluster.toml --no-baselines --output {output}", files)
+    assert result.returncode == 0, result.stderr
+    found = dict(re.findall(r"^(\w[\w, ]*\w) {2,}(\d.*)$", result.stdout, re.MULTILINE))
     assert found["as it is"].split()[0] == slowest_over_mean(step.counts_MLGE, home_LE)
     packed = step.sequences.packed_for(home_LE).counts_MLGE()
     assert found["packed by routes"].split()[0] == slowest_over_mean(packed, home_LE)
     assert found["packed by routes, homes moved"].split()[0] == slowest_over_mean(both.counts_MLGE(), moved_LE)
     moved = (moved_LE != home_LE).sum() * model.expert_parameters * (model.weight_bytes + 12) / 4
     assert [label for label, line in found.items() if size(moved) in line] == ["packed by routes, homes moved"]
-    found = printed("counts.safetensors --set home_moves=2 --set pay_off=false")
-    made = load_plan(output)
-    reached = (made.max_load_ML * 4 / counts().sum(axis=(2, 3))).mean()
-    assert found["the plan"].split()[0] == f"{reached:.3f}"
-    assert size(made.hosts.fetched_R.sum() * model.expert_bytes / 4) in found["the plan"]
-    placed_LE = place_homes(counts(), step.topology, home_LE[:2], max_moves=2)
-    assert found["homes moved"].split()[0] == slowest_over_mean(counts(), placed_LE)
 
 
 def test_traces_are_packed_by_length_or_by_routes_for_the_homes_of_the_step(files, tmp_path):
@@ -148,11 +131,8 @@ def test_traces_are_packed_by_length_or_by_routes_for_the_homes_of_the_step(file
     loaded = [fr.load(path) for path in traces]
     by_length = read_step(files / "cluster.toml", traces, token_budget=40)
     assert "16 sequences by length, at most 40 tokens" in by_length.facts["packing"]
-    token_s, square_s = by_length.cluster.costs.attention_seconds(np.array([1, 0]), np.array([0, 1]))
-    lengths = np.concatenate([trace.lengths for trace in loaded])
-    square_cost = load_cluster(files / "cluster.toml").costs.square_cost
-    assert square_cost == pytest.approx(square_s / token_s)
-    packing = pack_sequences(lengths, 4, 40, square_cost=square_cost)
+    lengths, costs = np.concatenate([trace.lengths for trace in loaded]), by_length.cluster.costs
+    packing = pack_sequences(lengths, 4, 40, square_cost=costs.square_cost)
     assert np.array_equal(by_length.counts_MLGE, packed_counts(loaded, packing))
     for moves in (0, 3):
         options = PlanOptions(packing="routes", home_moves=moves)
@@ -183,10 +163,9 @@ def test_traces_of_other_weights_than_the_first_are_warned_of(files, tmp_path):
         fr.save(trace, tmp_path / name)
     with pytest.warns(UserWarning, match=r"7 .*versions \[7\], others under \[6\]"):
         read_step(files / "cluster.toml", [tmp_path / "6", tmp_path / "7"], token_budget=40)
-    fr.save(first.select([0]).with_weight_version(7), tmp_path / "late")
     with warnings.catch_warnings():
-        warnings.simplefilter("error")  # by way of "mixed", in whatever order
-        read_step(files / "cluster.toml", [tmp_path / each for each in ("6", "late", "mixed")], token_budget=40)
+        warnings.simplefilter("error")  # by way of "mixed"
+        read_step(files / "cluster.toml", [tmp_path / each for each in ("6", "7", "mixed")], token_budget=40)
 
 
 @grid(
@@ -200,7 +179,7 @@ def test_traces_of_other_weights_than_the_first_are_warned_of(files, tmp_path):
         ("counts.safetensors --previous two.safetensors", "is a plan of [2, 8] layers and experts on 2 ranks"),
         ("step-000000.safetensors --previous step-000000.safetensors", "sequences of the step itself"),
         ("step-000000.safetensors other.safetensors", "other.safetensors"),
-        ("deep.safetensors", "describes a model of 48 routed layers, the input has 49"),
+        ("deep.safetensors", "describes 48 routed layers with top-2 of 8 experts, the input has 49"),
     ],
     quick=4,
 )

@@ -11,7 +11,7 @@ from foreroute.cli.exit_codes import ENDING, run
 from foreroute.cli.terminal import Console
 from foreroute.cli.train import watching
 from foreroute.records import Alarm, StepRecord
-from foreroute.records.step_record import ADVICE, SuspicionRecord
+from foreroute.records.step_record import ADVICE
 from foreroute.train import parse_config
 
 CONFIG = parse_config({"name": "watched", "rl": {"steps": 41}}, source="test")
@@ -40,20 +40,6 @@ def test_elsewhere_a_line_now_and_then_says_the_time_left():
         f"(since step 3: 0.25, limit 0.1). {ADVICE['f2']}",
         "watched: step 20, reward 0.50, 0:00:50 left",
         "watched: step 40, reward 0.50",
-    ]
-
-
-def test_one_line_says_what_the_sentinel_saw():
-    text = io.StringIO()
-    seen = [
-        SuspicionRecord(looks_like="frozen-rows", sentence=f"sequence {s} froze", share=0.9, usual=0.1) for s in (3, 5)
-    ]
-    alarm = Alarm(kind="sentinel", since=4, value=0.9, threshold=0.1)
-    with watching(CONFIG, Console(file=text, width=80, color_system=None)) as watcher:
-        for step in (4, 5):
-            watcher.on_step(StepRecord(step=step, reward_mean=0.5, suspicions=seen, alarms=[alarm]))
-    assert text.getvalue().splitlines() == [
-        f"watched: alarm at step 4: {alarm}: sequence 3 froze, and 1 more. {seen[0].advice} {ADVICE['sentinel']}"
     ]
 
 

@@ -12,32 +12,11 @@ import numpy as np
 import pytest
 from fsspec.implementations.memory import MemoryFileSystem
 
-from foreroute.errors import InputError, TraceFileError, printable
-from foreroute.files import writing
+from foreroute.errors import InputError, TraceFileError
 from foreroute.files.container import TensorFile, as_place, tensors_to_bytes
 from foreroute.files.places import names_in, open_at, write_at
 from foreroute.files.regular import open_regular, parse_json, read_file, read_text
 from foreroute.files.writing import write_atomically, writing_named
-
-
-@pytest.fixture(params=["unnamed", "named"])
-def temporary(request, monkeypatch):
-    """Where the file system has files without a name, and where it has none."""
-    if request.param == "named":
-        monkeypatch.setattr(writing, "OPEN_FILES", "/nowhere")
-    return request.param
-
-
-def killed_in(function, target, open_files=writing.OPEN_FILES):
-    """A process is killed when a write to `target` calls a function of `os`; what is left in the folder."""
-
-    def write(_):
-        writing.OPEN_FILES = open_files
-        setattr(os, function, lambda *_, **__: os.kill(os.getpid(), signal.SIGKILL))
-        write_atomically(target, b"whole")
-
-    assert at_once(write, 1) == [-signal.SIGKILL]
-    return [path for path in target.parent.iterdir() if path != target]
 
 
 def at_once(write, number):
@@ -61,7 +40,7 @@ def at_once(write, number):
 
 
 @pytest.mark.parametrize("content", [b"new", "new", lambda file: file.write(b"new")])
-def test_a_file_is_replaced_whole(tmp_path, content, temporary):
+def test_a_file_is_replaced_whole(tmp_path, content):
     target = tmp_path / "a" / "t"
     write_atomically(target, b"old")
     (tmp_path / "link").symlink_to(target)
@@ -73,7 +52,7 @@ def test_a_file_is_replaced_whole(tmp_path, content, temporary):
     assert target.read_bytes() == b"new"
 
 
-def test_a_failed_write_leaves_what_was_there_and_nothing_else(tmp_path, temporary, monkeypatch):
+def test_a_failed_write_leaves_what_was_there_and_nothing_else(tmp_path, monkeypatch):
     target = tmp_path / "t"
     write_atomically(target, b"old")
 
@@ -93,38 +72,21 @@ def test_a_failed_write_leaves_what_was_there_and_nothing_else(tmp_path, tempora
     assert [p.name for p in tmp_path.iterdir()] == ["t"]
 
 
-@pytest.mark.parametrize("function", ["fsync", "link"])
-def test_a_writer_that_is_killed_before_its_file_has_a_name_leaves_nothing(tmp_path, function):
-    write_atomically(tmp_path / "t", b"old")
-    assert killed_in(function, tmp_path / "t") == []
-    assert (tmp_path / "t").read_bytes() == b"old"
-
-
-def test_a_writer_that_is_killed_before_it_renames_leaves_one_whole_file_that_the_next_one_removes(tmp_path):
+def test_a_writer_that_is_killed_before_it_renames_leaves_what_was_there(tmp_path):
     target = tmp_path / "t"
     write_atomically(target, b"old")
-    for _ in range(2):
-        (left,) = killed_in("replace", target)
-        assert (left.name, left.read_bytes(), target.read_bytes()) == (".t.foreroute", b"whole", b"old")
+
+    def write(_):
+        os.replace = lambda *_: os.kill(os.getpid(), signal.SIGKILL)
+        write_atomically(target, b"whole")
+
+    assert at_once(write, 1) == [-signal.SIGKILL]
+    assert target.read_bytes() == b"old"
     write_atomically(target, b"new")
     assert target.read_bytes() == b"new"
-    assert [path.name for path in tmp_path.iterdir()] == ["t"]
 
 
-@pytest.mark.slow
-def test_several_writers_that_replace_one_file_leave_a_whole_one_and_nothing_else(tmp_path):
-    def write(n):
-        for _ in range(60):
-            write_atomically(tmp_path / "t", f"{n}" * 100_000)
-            content = (tmp_path / "t").read_text()
-            assert len(content) == 100_000
-            assert len(set(content)) == 1
-
-    assert at_once(write, 4) == [0] * 4
-    assert [path.name for path in tmp_path.iterdir()] == ["t"]
-
-
-def test_folders_fifos_and_devices_are_never_replaced(tmp_path, temporary):
+def test_folders_fifos_and_devices_are_never_replaced(tmp_path):
     fifo = tmp_path / "fifo"
     os.mkfifo(fifo)
     (tmp_path / "folder").mkdir()
@@ -221,11 +183,3 @@ def test_text_and_json_that_are_none_are_refused(tmp_path):
         with pytest.raises(InputError, match="table"):
             parse_json(text, InputError, name="the table")
     assert parse_json(b'{"a": [1]}', InputError, name="it") == {"a": [1]}
-
-
-def test_what_a_terminal_would_obey_is_escaped():
-    hostile = "a\x1b]0;title\x07b\u202ec\udcff\r\td\n\x9b"
-    shown = printable(hostile)
-    assert shown == "a\\x1b]0;title\\x07b\\u202ec\\udcff\\r\\td\n\\x9b"
-    assert str(InputError(hostile)) == shown
-    assert printable("Grüße, 你好 \u2013 ok") == "Grüße, 你好 \u2013 ok"

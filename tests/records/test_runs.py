@@ -6,7 +6,6 @@ from dataclasses import replace
 import pytest
 
 from foreroute.errors import RunFolderError
-from foreroute.files.json_form import to_json
 from foreroute.records.runs import parse_step, read_run
 from tests.report.report_runs import config, step_line, write_run
 from tests.train.small_runs import small_config, trainer_of
@@ -58,18 +57,24 @@ def execution_line(at_home, executed):
     ("text", "reason"),
     [
         ('{"step": 1, "rew', "JSON"),
-        ('{"step": 1, "clip_share": -0.1}', "clip_share is .*; expected a number from 0 to 1"),
-        ('{"step": 1, "mismatch": {"native": {"k3": 0.1}}}', r"mismatch\.native lacks .*f2"),
+        ('{"step": 1, "clip_share": -0.1}', "clip_share: .*expected a number from 0 to 1"),
+        ('{"step": 1, "exact_share": 1.1}', "exact_share: .*expected a number from 0 to 1"),
+        ('{"step": 1, "mismatch": {"native": {"k3": 0.1}}}', r"mismatch\.native\.f2: required"),
         ('{"step": 1, "margins_LB": [[1, 2]]}', "margins_LB needs 36 counts in every layer"),
         (execution_line([[[1, 2]]], [[[3]]]), "the same numbers of micro-steps and layers"),
         (execution_line([[[1, 2, 3]]], [[[3, 2, 1]]]), "loads of 2 ranks"),
-        ('{"step": 1, "execution": {"ranks": 2, "packing": {"bound": 1}}}', "packing needs bound, by_length and"),
+        ('{"step": 1, "of_tomorrow": 1}', "of_tomorrow: unknown key"),
+        ('{"step": true}', "step: .*integer .*True"),
+        (f'{{"step": 1, "loss": -{10**400}}}', "loss: an integer of more than 64 bits"),
+        ('{"step": 1, "live_agreement": [1.0, null]}', r"live_agreement\.1: .*number .*None"),
+        ('{"step": 1, "trained_with": "sideways"}', "trained_with: .*'native' or 'replayed'"),
+        ('{"step": 1, "device": {"kind": "\\ud800", "name": ""}}', r"device\.kind: text with .*half"),
     ],
 )
 def test_a_damaged_line_in_the_middle_is_refused_with_its_place(tmp_path, text, reason):
     folder = write_run(tmp_path / "a", config(), steps(4))
     edit_line(folder, 2, text)
-    with pytest.raises(RunFolderError, match=f"metrics.jsonl, line 2 .*{reason}"):
+    with pytest.raises(RunFolderError, match=rf"metrics.jsonl, line 2 (.|\n)*{reason}"):
         read_run(folder)
 
 
@@ -95,35 +100,9 @@ def test_what_is_missing_or_damaged_beside_the_metrics_is_named(tmp_path):
             read_run(folder)
 
 
-def line_of(record):
-    return json.dumps(record).encode()
-
-
 def test_what_a_trainer_writes_is_read_whole():
     """A key that is not in the schema would be refused."""
     _, record = trainer_of(small_config()).run_step()
-    line = line_of(to_json(record))
+    line = json.dumps(record.to_json()).encode()
     assert parse_step(line) == record
-    assert {"mismatch", "importance", "sampling", "device", "margins_LB"} <= json.loads(line).keys()
-
-
-HUGE = {name: [[[2**63]]] for name in ("at_home_MLG", "executed_MLG")}
-EXECUTED = {"ranks": 1, "max_over_mean": {"at_home": 1.0, "executed": 1.0}, "passes": {"recompute": HUGE}}
-
-
-@pytest.mark.parametrize(
-    ("values", "reason"),
-    [
-        ({"of_tomorrow": 1}, "it has the unknown keys of_tomorrow; expected no other than alarms, "),
-        ({"step": True}, "step is True; expected an integer"),
-        ({"execution": EXECUTED}, r".*executed_MLG and at_home_MLG of pass recompute need .* numbers below 2\^63"),
-        ({"tokens": 2**63}, "tokens is 9223372036854775808; expected an integer of 64 bits"),
-        ({"loss": -(10**400)}, "loss is -1000000.*; expected a number"),
-        ({"live_agreement": [1.0, None]}, r"live_agreement\.1 is None; expected a number"),
-        ({"trained_with": "sideways"}, "trained_with is 'sideways'; expected one of native, replayed"),
-        ({"device": {"kind": "\ud800", "name": ""}}, r"device\.kind is .*; expected text"),
-    ],
-)
-def test_what_no_trainer_writes_is_refused_with_its_place(values, reason):
-    with pytest.raises(RunFolderError, match=f"^{reason}"):
-        parse_step(line_of({"step": 0} | values))
+    assert {"mismatch", "importance", "informative_share", "device", "margins_LB"} <= json.loads(line).keys()

@@ -86,7 +86,7 @@ def test_loads_of_ranks_come_first(tmp_path):
 
 def test_runs_that_learned_nothing_say_so_first(tmp_path):
     def sampled(share):
-        return {"sampling": {"responses": 8, "informative_share": share}}
+        return {"informative_share": share}
 
     idle, busy = run(tmp_path / "idle", **sampled(0.0)), run(tmp_path / "busy", **sampled(0.5))
     nothing = "changed the weights, because all responses of every prompt got one reward; "

@@ -86,7 +86,7 @@ def suspicious_run(folder, by_step, *, dropped=None, steps=8):
     lines = [
         step_line(step)
         | {"suspicions": by_step.get(step, []), "alarms": [alarm("sentinel", 0.8)] if step in by_step else []}
-        | {"sampling": {"responses": 8, "dropped_tokens": (dropped or {}).get(step, 0)}}
+        | {"dropped_tokens": (dropped or {}).get(step, 0)}
         | {"mismatch": {"native": side(2e-5, 0.0, 0.02, 0.1)}}
         for step in range(steps)
     ]

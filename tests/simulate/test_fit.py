@@ -69,7 +69,7 @@ def test_measurements_are_read_from_lines(folder):
     [
         (line() + "\n{", ConfigError, "line 2 is not JSON"),
         ("x" * (1 << 21), ConfigError, "1048576 at most"),
-        (line(seconds=0), ConfigError, "line 1 is not a valid configuration:\n  seconds"),
+        (line(seconds=0), ConfigError, "line 1 is not valid:\n  seconds"),
         (line() + "\n" + line(plan="other.safetensors"), CountsError, "line 2: "),
     ],
 )

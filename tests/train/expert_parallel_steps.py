@@ -17,7 +17,6 @@ from foreroute.capture import Generation
 from foreroute.costs.memory import SIZES as BYTES_FOLLOW
 from foreroute.costs.memory import WORKS, MemorySection, StepMemory
 from foreroute.errors import ForecastError
-from foreroute.files.json_form import to_json
 from foreroute.train import RunFolder, memory, train
 from foreroute.train.chain import VOCABULARY, ChainTask
 from foreroute.train.experts import make_execution
@@ -130,7 +129,7 @@ def steps_of(trainer, count):
     with scored_by_tokens():
         experiences, records = zip(*[trainer.run_step() for _ in range(count)], strict=True)
     return Steps(
-        [None if record is None else to_json(record) for record in records],
+        [None if record is None else record.to_json() for record in records],
         [experience.generation for experience in experiences],
         trainer.state(),
     )

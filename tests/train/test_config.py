@@ -23,8 +23,6 @@ from tests.train.small_runs import small_config
     ("text", "message"),
     [
         ("optimiser = {}", r"optimiser: unknown key; known are name, seed"),
-        ('rl = {steps = "ten"}', r"rl\.steps: .*integer.*'ten'"),
-        ('rl = {routing = "R4"}', r"rl\.routing: .*'none', 'R2' or 'R3'"),
         ("task = {min_operands = 9}", "min_operands = 9 exceeds max_operands = 4"),
         ("rl = {micro_step_tokens = 8}", "cannot hold a sequence of up to 12 tokens"),
         ("model.sizes = {num_hidden_layers = 9999}", "num_hidden_layers is 9999; expected 1024 at most"),
@@ -42,6 +40,7 @@ from tests.train.small_runs import small_config
             for parallel, message in (
                 ('plan = {packing = "routes"}}\nrl = {routing = "none"', r'packing = "routes" goes by replayed routes'),
                 ('memory_budget = 1}\nrl = {routing = "none"', "memory_budget goes by replayed routes"),
+                ("ranks_per_node = 3", "expert = 4 ranks do not fill nodes of ranks_per_node = 3"),
                 ("plan = {pay_off = true}", r"plan\.pay_off = true goes by prices; name a topology file"),
                 ('topology = "a.toml", redundant_slots = 1', "redundant_slots changes nothing beside topology"),
             )

@@ -27,6 +27,7 @@ WAYS = {
     },
     "R3_recomputed_homes_move": {
         "routing": "R3",
+        "paths": "host",
         "plan": {"home_moves": 4, "packing": "routes"},
         "model": {"gradient_checkpointing": True},
         "method": "gspo",
@@ -49,6 +50,12 @@ def test_two_ranks_learn_what_one_process_learns_from_their_rollouts(workers, pa
             busiest, mean = sum(map(max, cells)), sum(map(sum, cells)) / 2
             assert execution["max_over_mean"][kind] == pytest.approx(busiest / mean)
         assert execution["max_over_mean"]["planned"] == execution["max_over_mean"]["executed"]
+        # gate and up, and down, in float64
+        expert = 8 * 3 * SIZES["hidden_size"] * SIZES["moe_intermediate_size"]
+        arrived, by_host = execution["bytes"], parallel.get("paths") == "host"
+        weights, other = (arrived[way] for way in (("host", "direct") if by_host else ("direct", "host")))
+        assert other == weights % expert == arrived["gradients"] % expert == 0
+        assert 0 < arrived["gradients"] <= weights <= expert * execution["replicas"]
         moves = parallel.get("plan", {}).get("home_moves", 0)
         assert bool(execution["bytes"]["homes"]) == (execution["home_moves"] > 0) == bool(moves)
         assert moves != 4 or execution["home_moves"] <= 4 * SIZES["num_hidden_layers"]

@@ -113,32 +113,24 @@ def test_a_model_is_replaced_whole_and_what_a_kill_left_is_cleaned_up(tmp_path, 
     assert (tmp_path / "elsewhere").is_dir()
 
 
-# traces and metrics of steps 0, 2 and of 0, 1, 2
-@pytest.mark.parametrize(
-    ("method", "at_call", "num_bytes", "named"),
-    [("save_rollout", 1, 100, r"step-000002\.safetensors"), ("append", 2, 150, r"metrics\.jsonl")],
-)
-def test_a_full_disk_is_one_error_and_what_was_written_is_whole(
-    tmp_path, monkeypatch, method, at_call, num_bytes, named
-):
-    config, write, calls = counting_config(), getattr(RunFolder, method), []
+def test_a_full_disk_is_one_error_and_what_was_written_is_whole(tmp_path, monkeypatch):
+    """The metrics of step 2 are cut."""
+    config, append = counting_config(), RunFolder.append
 
-    def on_a_full_disk(run, *given, **options):
-        """What fits is written, and the rest is not."""
-        calls.append(1)
+    def on_a_full_disk(run, record):
         before = resource.getrlimit(resource.RLIMIT_FSIZE)
-        if len(calls) > at_call:
-            resource.setrlimit(resource.RLIMIT_FSIZE, (num_bytes, before[1]))
+        if record.step == 2:
+            resource.setrlimit(resource.RLIMIT_FSIZE, (150, before[1]))
         try:
-            return write(run, *given, **options)
+            append(run, record)
         finally:
             resource.setrlimit(resource.RLIMIT_FSIZE, before)
 
     with counting():
         expected = train(config, tmp_path / "whole")
         with monkeypatch.context() as patch:
-            patch.setattr(RunFolder, method, on_a_full_disk)
-            with pytest.raises(RunFolderError, match=f"{named}.*--resume"):
+            patch.setattr(RunFolder, "append", on_a_full_disk)
+            with pytest.raises(RunFolderError, match=r"metrics\.jsonl.*--resume"):
                 train(config, tmp_path / "run")
         assert load_checkpoint(RunFolder(tmp_path / "run").last_checkpoint())["step"] == 2
         resumed = train(config, tmp_path / "run", resume=True)

@@ -68,15 +68,6 @@ def test_routes_of_another_step_are_refused(tmp_path):
         trainer.update(experience, mini_batches, old, experience.generation.trace)
 
 
-@pytest.mark.slow
-def test_a_warm_start_is_shared(whole, tmp_path):
-    checkpoint = whole.path / "checkpoints" / "step-000000.safetensors"
-    values = {**small_values(rl={"steps": 1, "routing": "none"}), "warm_start": {"checkpoint": str(checkpoint)}}
-    run = train(parse_config(values, source="test"), tmp_path / "second")
-    start = load_checkpoint(run.path / "checkpoints" / "step-000000.safetensors")["model"]
-    assert same_state(start, load_checkpoint(checkpoint)["model"])
-
-
 def test_nothing_random_is_left_in_training():
     """Dropout and noise of routers: two passes on other random numbers are one, and that of an engine."""
     sizes = {name: size for name, size in FAMILIES["mixtral"].items() if name != "vocab_size"}
@@ -152,5 +143,5 @@ def test_a_step_without_any_reward_to_learn_from_is_taken_without_an_update(monk
     _, record = trainer.run_step()
     assert same_state(before, trainer.state()["model"])
     assert (record.reward_mean, record.grad_norm, record.loss) == (1, 0, 0)
-    assert record.sampling.informative_share == 0
+    assert record.informative_share == 0
     assert trainer.step == 1

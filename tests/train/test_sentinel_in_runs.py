@@ -45,18 +45,22 @@ def begun():
     return trainer.state(), history
 
 
-@cache
-def frozen_step(watching, spoil=freeze):
-    """The next step with an engine that freezes, or spoils else: trainer, rollout and the records of all steps."""
-    state, history = begun()
+def before_it_freezes(watching, spoil=freeze):
+    """A trainer of the run that has begun, whose engine freezes in the next step, or spoils else."""
     trainer = trainer_that(watching)
-    trainer.restore(copy.deepcopy(state))
+    trainer.restore(copy.deepcopy(begun()[0]))
     generate = trainer.engine.generate
     trainer.engine.generate = lambda *args: spoil(generate(*args))
+    return trainer
+
+
+def frozen_step(watching, spoil=freeze):
+    """This trainer after the step, its rollout, and the records of all steps."""
+    trainer = before_it_freezes(watching, spoil)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(ChainTask, "rewards", random_rewards())  # the same in every case
         experience, record = trainer.run_step()
-    return trainer, experience, [*history, record]
+    return trainer, experience, [*begun()[1], record]
 
 
 def test_tokens_behind_the_first_wrong_row_are_not_trained_on():
@@ -69,7 +73,7 @@ def test_tokens_behind_the_first_wrong_row_are_not_trained_on():
     assert experience.trained_S.tolist() == np.where(experience.informative_S, expected, 0).tolist()
     assert whole.trained_S.tolist() == np.where(experience.informative_S, lengths, 0).tolist()
     dropped = int(lengths[experience.informative_S].sum() - experience.trained_S.sum())
-    assert history[-1].sampling.dropped_tokens == dropped > 0 == history[-2].sampling.dropped_tokens
+    assert history[-1].dropped_tokens == dropped > 0 == history[-2].dropped_tokens
     assert [each.sequence for each in history[-1].suspicions] == [FROZEN]
     assert math.isfinite(history[-1].loss)
     assert not same_state(trainer.state()["model"], kept.state()["model"])
@@ -111,17 +115,7 @@ def test_a_layer_or_a_batch_that_is_suspected_leaves_nothing_to_train_on(looks_l
 
 
 def test_a_run_is_stopped_before_its_weights_change():
-    trainer = trainer_of(small_config(rl={"sentinel": "stop"}))
-    generate, before = trainer.engine.generate, trainer.state()
-    # the rows of all sequences are other ones: that needs no past
-
-    def of_others(*args):
-        generation = generate(*args)
-        ids, rows = generation.trace.expert_ids_NLK.copy(), np.flatnonzero(generation.trace.valid_N)
-        ids[rows] = ids[np.random.default_rng(0).permutation(rows)]
-        return replace(generation, trace=replace(generation.trace, expert_ids_NLK=ids))
-
-    trainer.engine.generate = of_others
-    with pytest.raises(BatchMismatchError, match=r"step 0.*experts"):
+    trainer = before_it_freezes("stop")
+    with pytest.raises(BatchMismatchError, match=rf"step {WARM_UP + 1}: sequence {FROZEN}, "):
         trainer.run_step()
-    assert same_state(before, trainer.state())
+    assert same_state(begun()[0]["model"], trainer.state()["model"])

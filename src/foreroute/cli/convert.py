@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import os
 import warnings
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Literal
 
@@ -19,17 +17,10 @@ from foreroute.files.regular import open_regular, read_file
 from foreroute.files.writing import writing_named
 from foreroute.trace import Encoding, load, save
 
+OPTIONS = "Here token_ids is --tokens, start --start, weight_version --weight-version, and --model says the others"
+"""The options that pass what `decode` advises to pass."""
 HEADER = 9
 """Bytes that tell a trace file: a length, of which the upper half is zero as in no text, and an opening brace."""
-
-OPTIONS = {
-    "start=": "--start",
-    "token_ids=": "--tokens",
-    "vocabulary_size=": "--model with the folder of the model",
-    "indexers=hf.attach(model).indexers": "--model with the folder of the model",
-    "a function of these names, such as weight_version=int": "--weight-version -1",
-}
-"""What `decode` advises to pass, and the option of the verb that passes it."""
 
 
 def convert_file(
@@ -63,10 +54,12 @@ def convert_file(
             data, ids = read_file(source, TraceFileError), None if tokens is None else _tokens(tokens)
             said = {"start": start, "weight_version": weight_version}
             facts |= {name: value for name, value in said.items() if value is not None}
-            with _as_options(source):
+            try:
                 if to == "generation":
                     generation = decode_generation(data, token_ids=ids, **facts)
                 trace = decode(data, token_ids=ids, **facts) if generation is None else generation.trace
+            except TraceError as error:
+                raise CaptureError(f"{source}: {error}. {OPTIONS}") from error
             what = f"output of the form {trace.provenance['wire']}"
             if weight_version is None:
                 warnings.warn(
@@ -82,18 +75,6 @@ def convert_file(
         else:
             save_generation(generation, target)
     console.print(printable(f"wrote  {target}: {to}, {target.stat().st_size:,} bytes"), markup=False)
-
-
-@contextmanager
-def _as_options(source: Path) -> Iterator[None]:
-    """Name the file in what is refused, and the options of the verb in place of arguments of `decode`."""
-    try:
-        yield
-    except TraceError as error:
-        message = str(error)
-        for argument, option in OPTIONS.items():
-            message = message.replace(f"pass {argument}", f"pass {option}")
-        raise CaptureError(f"{source}: {message}") from error
 
 
 def _is_trace(path: Path) -> bool:

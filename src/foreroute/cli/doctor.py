@@ -46,7 +46,10 @@ def run_doctor(
     if output is not None:
         check_page(output)
     # what cannot be answered is refused before minutes of passes
-    _check_sides(model, rollout, trainer, replayed)
+    if model is not None and (trainer or replayed):
+        raise InputError("--model computes the trainer's routes and log-probs; do not give --trainer or --replayed too")
+    if model is None and (trainer is None or rollout is None):
+        raise InputError("there are no two sides to compare: give --rollout, and --model or --trainer")
     of_passes = {"--temperature": temperature, "--max-sequences": max_sequences, "--explain": explain or None}
     if model is None:
         refuse_unused(of_passes, "without --model, whose passes it is about")
@@ -85,7 +88,12 @@ def run_doctor(
     console.print(shown_table(finding_table(diagnosis)))
     if (measures := measure_table(diagnosis.measures)).rows:
         console.print(shown_table(measures))
-    commands = _commands(model, rollout, trainer)
+    commands = []
+    if model is not None and (model / "metrics.jsonl").exists():
+        commands.append(("The page of this run", f"foreroute report {quoted(model)}"))
+    # `foreroute diff` reads traces, not generations
+    if rollout is not None and trainer is not None and not any(map(is_generation, (rollout, trainer))):
+        commands.append(("The two traces by layer and position", f"foreroute diff {quoted(trainer)} {quoted(rollout)}"))
     for what, command in commands:
         console.print(f"\n{what}:\n{printable(command)}", soft_wrap=True, highlight=False, markup=False)
     if output is not None:
@@ -93,16 +101,6 @@ def run_doctor(
             page = write_diagnosis(diagnosis, output, commands)
         console.print(f"page  {page}", soft_wrap=True, highlight=False)
     return diagnosis.worst
-
-
-def _check_sides(model: Path | None, rollout: Path | None, trainer: Path | None, replayed: Path | None) -> None:
-    """Refuse combinations that say nothing, or two things at once."""
-    if model is not None and (trainer or replayed):
-        raise InputError("--model computes the trainer's routes and log-probs; do not give --trainer or --replayed too")
-    if model is None and trainer is None:
-        raise InputError("there is no trainer to examine: give --model, or --trainer with a file of its pass")
-    if model is None and rollout is None:
-        raise InputError("there is no engine to compare with: give --rollout")
 
 
 def _read(path: Path, most: int | None = None) -> tuple[RoutingTrace, Generation | None]:
@@ -227,15 +225,3 @@ def _facts(trace: RoutingTrace | None) -> dict[str, str]:
     versions = ", ".join(str(version) for version in trace.versions if version >= 0) or "unknown"
     sizes = f"{len(trace)} sequences, {trace.num_rows} rows, {spec.num_layers} layers, {spec.routing} experts"
     return {"trace": f"{sizes}, weights of version {versions}"}
-
-
-def _commands(model: Path | None, rollout: Path | None, trainer: Path | None) -> list[tuple[str, str]]:
-    """Name commands that look at the same files: the page of the run, and the table of two traces."""
-    commands = []
-    if model is not None and (model / "metrics.jsonl").exists():
-        commands.append(("The page of this run", f"foreroute report {quoted(model)}"))
-    # `foreroute diff` reads traces, not generations
-    if rollout is not None and trainer is not None and not any(map(is_generation, (rollout, trainer))):
-        command = f"foreroute diff {quoted(trainer)} {quoted(rollout)}"
-        commands.append(("The two traces by layer and position", command))
-    return commands

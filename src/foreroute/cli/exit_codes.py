@@ -10,6 +10,7 @@ A verb may ask that the first signal is only noted, as `train` does, which then 
 
 from __future__ import annotations
 
+import _thread
 import os
 import signal
 import sys
@@ -46,11 +47,7 @@ ENDING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
 def run(command: Callable[[], Any]) -> NoReturn:
-    """Run a command, say how it ended unless all went well, and exit.
-
-    Args:
-        command: returns an exit code, or nothing for 0.
-    """
+    """Run a command, which returns an exit code or nothing, say how it ended unless all went well, and exit."""
     is_closed = sys.stdout is None
     prepare_streams()
     if is_closed:
@@ -76,33 +73,18 @@ def run(command: Callable[[], Any]) -> NoReturn:
 
 
 def refuse_unused(options: Mapping[str, object], why: str) -> None:
-    """Refuse options that were given and change nothing, so that nobody waits for what they asked for.
-
-    Args:
-        options: values by the name of the option; None where it was not given.
-        why: in words that follow "changes nothing".
-
-    Raises:
-        InputError: naming those that were given.
-    """
+    """Raise `InputError` for options, None where not given, that change nothing; `why` follows these words."""
     if given := [name for name, value in options.items() if value is not None]:
         raise InputError(f"{', '.join(given)} {'change' if len(given) > 1 else 'changes'} nothing {why}")
 
 
 class Received:
-    """The handler of Ctrl-C, SIGTERM and SIGHUP: an exception, so that what is open is closed.
+    """The handler of Ctrl-C, SIGTERM and SIGHUP: an exception, so that what is open is closed."""
 
-    Attributes:
-        raised: the signal that ended the command; 0 where none did.
-        noted: the signal that asks a verb to end by itself; 0 where none did.
-        console: of the verb that wants the first signal noted; None where each signal raises.
-        resender: sends the signal that ended the command once more; None where its exception was not dropped.
-    """
-
-    def __init__(self) -> None:
-        self.raised = self.noted = 0
-        self.console: Console | None = None
-        self.resender: threading.Timer | None = None
+    raised = 0  # the signal that ended the command
+    noted = 0  # the signal that asks a verb to end by itself
+    console: Console | None = None  # of the verb that wants the first signal noted
+    resender: threading.Timer | None = None  # sends the signal once more whose exception was dropped
 
     def __call__(self, number: int, frame: FrameType | None) -> None:
         """Note the first signal where a verb wants that. It prints nothing: a handler may run anywhere."""
@@ -146,11 +128,10 @@ def _signals() -> Iterator[Received]:
         if not received.raised or not isinstance(dropped.exc_value, KeyboardInterrupt | SystemExit):
             hook(dropped)
             return
-        # a moment later: the main thread is still inside of what drops exceptions
+        # a moment later: the main thread is still inside of what drops exceptions, and `start` would wait there
         main_thread = threading.main_thread().ident
-        received.resender = threading.Timer(0.01, signal.pthread_kill, [main_thread, received.raised])
-        received.resender.daemon = True
-        received.resender.start()
+        received.resender = threading.Timer(0.1, signal.pthread_kill, [main_thread, received.raised])
+        _thread.start_new_thread(received.resender.run, ())
 
     sys.unraisablehook = send_once_more
     try:

@@ -73,9 +73,11 @@ def train(
     resume: Annotated[bool, typer.Option("--resume", help="Continue from the last checkpoint.")] = False,
 ) -> None:
     """Train from a configuration. See docs/train.md. Ctrl-C saves a checkpoint first."""
-    from foreroute.cli.train import run_training
+    from foreroute.cli.train import train_and_report
+    from foreroute.train import load_config
 
-    run_training(config, folder, resume=resume)
+    settings = load_config(config)
+    train_and_report(settings, folder or Path("runs") / settings.name, resume=resume)
 
 
 @app.command()

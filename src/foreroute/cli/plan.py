@@ -319,22 +319,23 @@ def _counts_file(paths: Sequence[Path]) -> Path | None:
 
 def _warn_of_odd_counts(counts_MLGE: NDArray[np.int32], top_k: int, source: Path) -> None:
     """Warn of counts that a step of this model does not have: layers route the same tokens, each to top_k experts."""
-    routed_MLG = counts_MLGE.sum(axis=3, dtype=np.int64)
-    odd = []
-    if len(unlike := np.argwhere(routed_MLG != routed_MLG[:, :1])):
-        m, layer, g = unlike[0].tolist()
-        odd.append(
-            f"layer {layer} has {routed_MLG[m, layer, g]:,} assignments of rank {g} in micro-step {m}, and layer 0 "
-            f"{routed_MLG[m, 0, g]:,}: layers route the same tokens"
-        )
-    if len(broken := np.argwhere(routed_MLG % top_k)):
-        m, layer, g = broken[0].tolist()
-        odd.append(
-            f"rank {g} has {routed_MLG[m, layer, g]:,} assignments in micro-step {m}, layer {layer}, which is no "
-            f"multiple of top_k {top_k}, the assignments of a token"
-        )
+    routed_MLG, odd = counts_MLGE.sum(axis=3, dtype=np.int64), []
+    for is_wrong_MLG, why in (
+        (routed_MLG != routed_MLG[:, :1], "layer 0 has others, and layers route the same tokens"),
+        (routed_MLG % top_k > 0, f"that is no multiple of top_k {top_k}, the assignments of a token"),
+    ):
+        if len(wrong := np.argwhere(is_wrong_MLG)):
+            m, layer, g = wrong[0].tolist()
+            odd.append(
+                f"layer {layer} has {routed_MLG[m, layer, g]:,} assignments of rank {g} in micro-step {m}: {why}"
+            )
     if len(counts_MLGE) and counts_MLGE.min() < counts_MLGE.max():  # counts that are all alike say nothing of it
-        odd += _repeated(counts_MLGE)
+        if counts_MLGE.shape[2] > 1 and (counts_MLGE == counts_MLGE[:, :, :1]).all():
+            odd.append("all ranks have the same counts, as if they were summed over ranks")
+        if not (sent_G := counts_MLGE.any(axis=(0, 1, 3))).all():
+            odd.append(f"ranks {', '.join(map(str, np.flatnonzero(~sent_G)[:8]))} have no tokens at all")
+        if (same_L := (counts_MLGE[:, 1:] == counts_MLGE[:, :-1]).all(axis=(0, 2, 3))).any():
+            odd.append(f"layers {same_L.argmax()} and {same_L.argmax() + 1} have the same counts")
     if odd:
         warnings.warn(
             f"{source}: {'; '.join(odd)}. Counts are those that each rank sends, whole, before any capacity drops some",
@@ -342,31 +343,14 @@ def _warn_of_odd_counts(counts_MLGE: NDArray[np.int32], top_k: int, source: Path
         )
 
 
-def _repeated(counts_MLGE: NDArray[np.int32]) -> Iterator[str]:
-    """Say what stands twice, or nowhere, in all cells."""
-    if counts_MLGE.shape[2] > 1 and (counts_MLGE == counts_MLGE[:, :, :1]).all():
-        yield "all ranks have the same counts, as if they were summed over ranks"
-    sent_G = counts_MLGE.any(axis=(0, 1, 3))
-    if not sent_G.all():
-        yield f"ranks {', '.join(map(str, np.flatnonzero(~sent_G)[:8]))} have no tokens at all"
-    same_L = (counts_MLGE[:, 1:] == counts_MLGE[:, :-1]).all(axis=(0, 2, 3))
-    if same_L.any():
-        yield f"layers {int(same_L.argmax())} and {int(same_L.argmax()) + 1} have the same counts"
-
-
 def _check_model(costs: CostModel, num_layers: int, num_experts: int, top_k: int | None, source: Path) -> None:
     """Refuse a topology file that describes another model than that of the input; counts do not know top_k."""
-    model = costs.model
-    if model.num_experts != num_experts or (top_k is not None and model.top_k != top_k):
-        routed = f"{num_experts} experts" if top_k is None else f"top-{top_k} of {num_experts} experts"
+    model, of_input = costs.model, (num_experts, costs.model.top_k if top_k is None else top_k)
+    if (model.num_experts, model.top_k) != of_input or model.num_layers < num_layers:
         raise ConfigError(
-            f"{source} describes a model with top-{model.top_k} of {model.num_experts} experts, the input has "
-            f"{routed}; set num_experts and top_k in its [model]"
-        )
-    if model.num_layers < num_layers:
-        raise ConfigError(
-            f"{source} describes a model of {model.num_layers} routed layers, the input has {num_layers}; set "
-            "num_layers in its [model]"
+            f"{source} describes {model.num_layers} routed layers with top-{model.top_k} of {model.num_experts} "
+            f"experts, the input has {num_layers} with top-{of_input[1]} of {num_experts}; set num_layers, num_experts "
+            "and top_k in its [model]"
         )
 
 

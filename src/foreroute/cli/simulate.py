@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -20,7 +19,7 @@ from foreroute.report.simulation import (
     simulation_table,
     write_simulation_page,
 )
-from foreroute.simulate import SimulationRecord, load_config, simulate
+from foreroute.simulate import load_config, simulate
 
 
 def run_simulation(
@@ -42,7 +41,10 @@ def run_simulation(
         console.print(fit_summary(fitted), highlight=False)
     with working("simulating", console) as work:
         record = simulate(config, on_progress=lambda name, done, total: work.advance(done, total, detail=name))
-    _print(record, console)
+    console.print(shown_facts(record.facts))
+    console.print(shown_table(simulation_table(record)))
+    for sentence in (simulation_finding(record), beside_ranking(record), executed(record)):
+        console.print(sentence, highlight=False, markup=False)
     figures = record.as_dict() | {"fit": None if fitted is None else fitted.as_dict()}
     # with both files the step can be simulated anew, by any later version
     contents = {"simulation.json": figures, "config.json": config.model_dump(mode="json")}
@@ -61,14 +63,4 @@ def _check_free(folder: Path) -> None:
             raise RunFolderError(f"{folder} is no folder; nothing was changed. Name another one with --output")
         if folder.exists() and any(folder.iterdir()):
             raise RunFolderError(f"{folder} is not empty; nothing was changed. Name another folder with --output")
-        # an empty folder, but one that the user did not mean to be a run's
-        if os.path.realpath(folder) == os.getcwd():
-            raise RunFolderError(f"{folder} is the folder that this runs in; nothing was changed. Name one in it")
         check_writable(folder / "simulation.json")
-
-
-def _print(record: SimulationRecord, console: Console) -> None:
-    console.print(shown_facts(record.facts))
-    console.print(shown_table(simulation_table(record)))
-    for sentence in (simulation_finding(record), beside_ranking(record), executed(record)):
-        console.print(sentence, highlight=False, markup=False)

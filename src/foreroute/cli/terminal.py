@@ -24,8 +24,6 @@ if TYPE_CHECKING:  # most verbs show no table of a page
     from foreroute.report.page import Table as PageTable
     from foreroute.report.page import Tile, Tone
 
-FEWEST_COLUMNS, MOST_COLUMNS = 40, 1000
-"""What COLUMNS of the environment is brought into."""
 TONES: dict[Tone, str] = {"": "", "fine": "green", "note": "blue", "warning": "yellow", "problem": "bold red"}
 """Styles of the tones of a page."""
 FOREVER_S = 1e9
@@ -35,16 +33,12 @@ DRAWN_WITH = ("jinja2", "matplotlib")
 
 
 class Console(rich.console.Console):
-    """Rich's console, which every verb prints with. Control characters and marks of direction are escaped.
-
-    Names of files and models, and whatever else comes from outside, may hold such characters. What Rich itself sends
-    to a terminal, colours and the moves of a progress bar, is left alone.
-    """
+    """Rich's console, with control characters and marks of direction escaped, which names from outside may hold."""
 
     def render(
         self, renderable: rich.console.RenderableType, options: rich.console.ConsoleOptions | None = None
     ) -> Iterable[Segment]:
-        """Render as Rich does, with text made `printable`."""
+        """Render as Rich does, with text made `printable`; what Rich itself sends to a terminal is left alone."""
         for segment in super().render(renderable, options):
             yield segment if segment.control else Segment(printable(segment.text), segment.style)
 
@@ -54,7 +48,7 @@ class Console(rich.console.Console):
 
 
 def prepare_streams() -> None:
-    """Make printing safe, whatever the streams, the locale and the width of the terminal are.
+    """Make printing safe, whatever the streams and the locale are.
 
     A closed stream would hand its number to the next file that is opened, which would then hold what is printed.
     """
@@ -67,14 +61,6 @@ def prepare_streams() -> None:
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="backslashreplace")
-    # Rich takes any number: a width of millions makes lines of as many blanks
-    for name, least, most in (("COLUMNS", FEWEST_COLUMNS, MOST_COLUMNS), ("LINES", 1, MOST_COLUMNS)):
-        if (value := os.environ.get(name)) is None:
-            continue
-        if value.isascii() and value.isdecimal() and len(value) < 10:
-            os.environ[name] = str(min(max(int(value), least), most))
-        else:
-            del os.environ[name]
 
 
 def is_first_rank() -> bool:
@@ -83,11 +69,7 @@ def is_first_rank() -> bool:
 
 
 class Work:
-    """What a command is doing, as a line of Rich's progress.
-
-    Attributes:
-        what: its name, which may hold names of files.
-    """
+    """What a command is doing, as a line of Rich's progress."""
 
     def __init__(self, progress: Progress, what: str, *, total: int = 0, unit: str = "") -> None:
         self._progress = progress
@@ -114,17 +96,10 @@ class Work:
         seconds = self._progress.tasks[0].time_remaining
         return f"{timedelta(seconds=seconds)} left" if seconds else ""
 
-    def __str__(self) -> str:
-        """Give the line that a terminal shows, without its clocks."""
-        return str(self._progress.tasks[0].description)
-
 
 @contextmanager
 def working(what: str, console: Console, *, total: int = 0, unit: str = "") -> Iterator[Work]:
-    """Name a piece of work that may last, while the context is open; a terminal shows it, and how much there is to do.
-
-    `unit` is a plural noun for `total`, such as "cells".
-    """
+    """Show on a terminal what is done while the context is open; `unit` is a plural noun for `total`, as "cells"."""
     progress = Progress(
         TextColumn("{task.description}", markup=False, table_column=Column()),  # a narrow terminal wraps it
         BarColumn(20),

@@ -16,7 +16,7 @@ from foreroute.errors import InputError, printable
 from foreroute.mismatch import Defect, Explanation, explain
 from foreroute.mismatch.decisions import misplaced_masks, stream_difference
 from foreroute.report.format import quoted
-from foreroute.trace import NO_VERSION, SAMPLING, DecisionStream, RoutingSpec, RoutingTrace, digest, load
+from foreroute.trace import NO_VERSION, SAMPLING, RoutingTrace, digest, load
 from foreroute.trace.operations import count_assignments
 
 POSITION_BINS = 8
@@ -70,7 +70,8 @@ def print_difference(reference: Path, other: Path) -> bool:
         work.begin("comparing")
         found = explain(trace, compared)
     console.print("Picks that both traces share:")  # a table's own title is wrapped in the table's width
-    console.print(_by_layer(found, trace.spec))
+    shares = zip(trace.spec.layers, found.overlap_by_layer_L, strict=True)
+    console.print(_table(("layer", "share"), [(str(layer), f"{share:.2%}") for layer, share in shares]))
     console.print(_by_position(found))
     natural = found.kind is Defect.NONE
     colour = "green" if natural else "bold red"
@@ -127,7 +128,7 @@ def _facts(path: Path, trace: RoutingTrace) -> dict[str, str]:
         "weight versions": _few(versions) or "none",
         "pick order": "kept" if trace.pick_order_kept else "dropped",
         "routes in memory": f"{trace.expert_ids_NLK.nbytes:,} bytes, {trace.expert_ids_NLK.dtype}",
-        **{f"stream {name}": _described(stream) for name, stream in trace.streams.items()},
+        **{f"stream {name}": f"{each}, {len(each.ids)} ids" for name, each in trace.streams.items()},
         "file": f"{path.stat().st_size:,} bytes",
         "digest": digest(trace),
         # what the file's writer claims; named so that it cannot pass for a fact above
@@ -135,12 +136,6 @@ def _facts(path: Path, trace: RoutingTrace) -> dict[str, str]:
         **({"provenance": f"{len(claims) - MOST_SHOWN} more facts"} if len(claims) > MOST_SHOWN else {}),
     }
     return {name: _one_line(value) for name, value in facts.items()}
-
-
-def _described(stream: DecisionStream) -> str:
-    """Say what a stream holds."""
-    rows, sets = int(stream.valid_N.sum()), int((stream.counts_ND > 0).sum())
-    return f"{rows} rows of {stream}, {len(stream.ids)} ids in {sets} sets"
 
 
 def _few(values: list[str]) -> str:
@@ -176,12 +171,6 @@ def _layers(trace: RoutingTrace) -> Table:
         entropy = f"{(share * np.log2(1 / share)).sum():.2f} of {np.log2(num_experts):.2f}"
         rows.append((str(layer), str(int(counts.argmax())), busiest, str(int((counts == 0).sum())), entropy))
     return _table(("layer", "busiest expert", "its load over the mean", "experts never picked", "entropy, bits"), rows)
-
-
-def _by_layer(found: Explanation, spec: RoutingSpec) -> Table:
-    """Show which share of picks both traces have, by layer."""
-    shares = zip(spec.layers, found.overlap_by_layer_L, strict=True)
-    return _table(("layer", "share"), [(str(layer), f"{share:.2%}") for layer, share in shares])
 
 
 def _by_position(found: Explanation) -> Table:

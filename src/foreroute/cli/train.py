@@ -13,21 +13,15 @@ from foreroute.cli.terminal import Console, Work, is_first_rank, working, write_
 from foreroute.records import StepRecord, read_runs
 from foreroute.records.step_record import SIDES, AlarmKind
 from foreroute.report.run import run_finding, write_report
-from foreroute.train import TrainConfig, load_config, train
+from foreroute.train import TrainConfig, train
 from foreroute.train.run import Watcher
 
 LINES_EVERY = 20
 """Steps between two lines where there is no terminal to draw a bar on; of the warm start, five times as many."""
 
 
-def run_training(config_path: Path, folder: Path | None, *, resume: bool) -> None:
-    """Train, write the report, and say where things are. Under torchrun, rank 0 does the last two."""
-    config = load_config(config_path)
-    train_and_report(config, folder or Path("runs") / config.name, resume=resume)
-
-
 def train_and_report(config: TrainConfig, folder: Path, *, resume: bool = False) -> None:
-    """Train a configuration in a folder, write the report, and say where things are."""
+    """Train in a folder, write the report, and say where things are. Under torchrun, rank 0 does the last two."""
     # gathering experts, which have a mesh of two axes, takes two calls, and torch says so on every rank
     logging.getLogger("torch.distributed.tensor._redistribute").setLevel(logging.ERROR)
     console = console_of_rank()

@@ -66,7 +66,7 @@ def checked(table: type[Config], values: Any, *, source: str) -> Config:
         lines = [f"  {_describe(problem, table)}"[: MOST_LINE + 2] for problem in problems[:MOST_PROBLEMS]]
         if (more := len(problems) - MOST_PROBLEMS) > 0:
             lines.append(f"  and {more} more")
-        raise ConfigError("\n".join([f"{source} is not a valid configuration:", *lines])) from error
+        raise ConfigError("\n".join([f"{source} is not valid:", *lines])) from error
 
 
 def _describe(problem: Any, table: type[BaseModel]) -> str:

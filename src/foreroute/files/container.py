@@ -23,9 +23,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from foreroute.errors import InputError, few, shown
-from foreroute.files.kinds import HEAD_BYTES, it_is
 from foreroute.files.places import open_at, write_at
-from foreroute.files.regular import as_path, open_regular, parse_json, reason
+from foreroute.files.regular import HEAD_BYTES, as_path, it_is, open_regular, parse_json, reason
 from foreroute.files.writing import write_atomically, writing_named
 
 DTYPES = {
@@ -200,21 +199,11 @@ class StoredTensor:
     start: int
 
 
-def _opened(place: str | os.PathLike[str], error: type[InputError]) -> BinaryIO:
-    """Open a path or a URL."""
-    where = as_place(place, error)
-    return open_at(where, error) if isinstance(where, str) else open_regular(where, error)
-
-
 class TensorFile:
     """An opened safetensors file. Its header is checked whole, its tensors are read when they are asked for.
 
-    Args:
-        source: a path or a URL, which are closed with this; or an opened file, which may be in memory.
-        error: the error to raise.
-        name: of an opened file, for messages.
-        made_by: what writes such files, in words, for whoever hands in another file.
-        most_header_bytes: a longer header is refused. A parsed one takes about 25 times its bytes of memory at most.
+    `source` is a path or a URL, which are closed with this; or an opened file, which may be in memory. A parsed header
+    takes about 25 times its bytes of memory at most.
 
     Attributes:
         name: of the file, for messages.
@@ -234,19 +223,22 @@ class TensorFile:
         given: Any = source
         self._is_ours = not hasattr(given, "seek")  # what is no opened file must be a path, or is refused
         self._error, self.name = error, str(source) if self._is_ours else name
-        self._file: Any = _opened(given, error) if self._is_ours else given
+        self._file: Any = given
+        if self._is_ours:
+            place = as_place(given, error)
+            self._file = open_at(place, error) if isinstance(place, str) else open_regular(place, error)
         try:
             with self._reading():
                 self._size = self._file.seek(0, os.SEEK_END)
-            length = int.from_bytes(self._bytes(0, 8).data, "little") if self._size >= 8 else self._size
-            if length > self._size - 8:
-                self._refuse_another_kind(made_by)
+            head = self._bytes(0, min(self._size, 9)).tobytes()
+            if head[4:] != b"\0\0\0\0{":
+                head = self._bytes(0, min(self._size, HEAD_BYTES)).tobytes()
+                raise error(f"{self.name} is not a safetensors file{it_is(head)}{made_by and f'. {made_by}'}")
+            if (length := int.from_bytes(head[:8], "little")) > self._size - 8:
                 raise self._wrong(f"its header would take {length} of its {self._size} bytes")
             if length > most_header_bytes:
                 raise error(f"{self.name} has a header of {length} bytes; expected {most_header_bytes} at most")
             text = self._bytes(8, length).tobytes()
-            if not text.startswith(b"{"):  # zeros of another kind may be a length
-                self._refuse_another_kind(made_by)
             header = parse_json(text, error, name=f"{self.name}: the safetensors header")
             self.metadata, self.tensors = self._described(header, 8 + length)
         except BaseException:
@@ -285,11 +277,6 @@ class TensorFile:
             yield
         except Exception as cause:
             raise self._error(f"{self.name} cannot be read ({reason(cause)})") from cause
-
-    def _refuse_another_kind(self, made_by: str) -> None:
-        """Refuse a file of another kind that can be told, and say what to do with it."""
-        if what := it_is(self._bytes(0, min(self._size, HEAD_BYTES)).data):
-            raise self._error(f"{self.name} is not a safetensors file{what}{made_by and f'. {made_by}'}")
 
     def _bytes(self, start: int, size: int) -> NDArray[np.uint8]:
         """Return exactly `size` bytes from `start`, which the file had when it was opened."""

@@ -8,16 +8,18 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import stat
 from io import BufferedReader, FileIO
 from pathlib import Path
 from typing import Any
 
 from foreroute.errors import ForerouteError, InputError, shown
-from foreroute.files.kinds import HEAD_BYTES, JSON, TEXT, it_is
 
 MOST_BYTES = 4 << 30
 """Bytes that are read in one piece at most, unless the caller says otherwise; larger inputs are mistakes."""
+HEAD_BYTES = 4096
+"""Bytes at the beginning that tell a kind of file."""
 BUFFER_BYTES = 1 << 14
 """Read at once at least: the header and the small tensors of most files."""
 NO_FILE = {
@@ -27,6 +29,37 @@ NO_FILE = {
     stat.S_IFCHR: "a device",
     stat.S_IFBLK: "a device",
 }
+UNPACK = "Unpack it first"
+WITH_NUMPY = "numpy.load(path) opens it: hand in its arrays"
+WITH_TORCH = "torch.load(path, weights_only=True) opens it: hand in its arrays"
+ZIPPED = rb"PK\x03\x04.{26}[\w ./-]*"
+LINE = rb"(\xef\xbb\xbf)?(\s|#[^\n]*\n)*"
+KINDS = {
+    rb"\Z": "empty. Was it written to the end? Make it again",
+    rb".{4}\0{4}\{": "a safetensors file",
+    rb"\x93NUMPY": f"an array of numpy (.npy). {WITH_NUMPY}",
+    ZIPPED + rb"/(data\.pkl|\.format_version|byteorder|version)": f"a file of torch.save (.pt), a zip. {WITH_TORCH}",
+    ZIPPED + rb"\.npy": f"a zip of arrays of numpy (.npz). {WITH_NUMPY}",
+    rb"PK\x03\x04": f"a zip archive. {UNPACK}",
+    rb"\x80[\x02-\x05]": f"a pickle. If torch.save (.pt) wrote it, {WITH_TORCH}; else write its arrays by numpy.save",
+    rb"\x1f\x8b": f"compressed by gzip (.gz). {UNPACK}",
+    rb"\x28\xb5\x2f\xfd": f"compressed by zstd (.zst). {UNPACK}",
+    rb"BZh": f"compressed by bzip2 (.bz2). {UNPACK}",
+    rb"\xfd7zXZ\0": f"compressed by xz (.xz). {UNPACK}",
+    rb".{257}ustar": f"a tar archive. {UNPACK}",
+    rb"PAR1": "a Parquet file. Read it with pandas or pyarrow, and hand in its columns",
+    rb"ARROW1": "an Arrow file. Read it with pyarrow, and hand in its columns",
+    rb"\x89HDF\r\n": "an HDF5 file. Read it with h5py, and hand in its arrays",
+    rb"version https://git-lfs": "a pointer of Git LFS, and not the file itself. git lfs pull fetches it",
+    rb"\xff\xfe|\xfe\xff": "text in UTF-16. Save it as UTF-8",
+    rb".*[\0-\x08\x0e-\x1f]": "",  # binary, of a kind that nobody knows
+    LINE + rb"<(?i:!doctype|html)": "a page in HTML. It may tell what went wrong when it was fetched",
+    LINE + rb"(\[{1,2}[A-Za-z_][\w.-]*\]{1,2}\s|[A-Za-z_][\w.-]*[ \t]*=)": "TOML",
+    LINE + rb"[{\[][^\n]*[}\]]\r?\n[{\[]": "JSON Lines (.jsonl). Read it line by line, and hand in one value",
+    LINE + rb"[{\[]": "JSON",
+    rb"": "text",
+}
+"""Kinds of file that are handed in for others, by how they begin, and what to do."""
 
 
 def as_path(path: object, error: type[InputError]) -> Path:
@@ -60,9 +93,7 @@ def read_file(path: str | os.PathLike[str], error: type[InputError], *, most_byt
         # its size is asked before anything is allocated
         size = os.fstat(file.fileno()).st_size
         if size > most_bytes:
-            raise error(
-                f"{path} has {size} bytes; expected {most_bytes} at most{it_is(file.read(HEAD_BYTES), beside=(TEXT,))}"
-            )
+            raise error(f"{path} has {size} bytes; expected {most_bytes} at most{it_is(file.read(HEAD_BYTES), 'text')}")
         try:
             content = file.read(size)
         except OSError as cause:
@@ -85,7 +116,7 @@ def parse_json(text: str | bytes | bytearray, error: type[ForerouteError], *, na
         raise
     except ValueError as cause:
         content = text[:HEAD_BYTES].encode(errors="replace") if isinstance(text, str) else text
-        raise error(f"{name} is not JSON ({cause}){it_is(content, beside=(JSON, TEXT))}") from cause
+        raise error(f"{name} is not JSON ({cause}){it_is(content, 'JSON', 'text')}") from cause
     except RecursionError as cause:  # deeper than the interpreter's stack
         raise error(f"{name} is not JSON that can be read: it is nested too deep") from cause
 
@@ -96,7 +127,14 @@ def _decoded(content: bytes | bytearray, error: type[ForerouteError], name: str)
         return content.decode("utf-8")
     except UnicodeDecodeError as cause:
         why = f"{cause.reason} at byte {cause.start}"
-        raise error(f"{name} is not text in UTF-8 ({why}){it_is(content, beside=(JSON, TEXT))}") from cause
+        raise error(f"{name} is not text in UTF-8 ({why}){it_is(content, 'JSON', 'text')}") from cause
+
+
+def it_is(content: bytes | bytearray | memoryview, *expected: str) -> str:
+    """End a sentence with the kind of file that begins so, and what to do; empty for what was expected."""
+    head = bytes(content[:HEAD_BYTES])
+    kind = next(kind for begin, kind in KINDS.items() if re.match(begin, head, re.DOTALL))
+    return f": it is {kind}" if kind and kind not in expected else ""
 
 
 def reason(cause: Exception) -> str:

@@ -15,23 +15,16 @@ from typing import IO
 from foreroute.errors import ForerouteError, InputError
 from foreroute.files.regular import as_path
 
-OPEN_FILES = "/proc/self/fd"
-"""Where Linux lists the open files of this process, so that one without a name can be given one."""
-
 
 def write_atomically(
     target: Path, content: bytes | str | Callable[[IO[bytes]], None], *, overwrite: bool = True
 ) -> None:
     """Fill a file, flush it to disk, and name it `target`; folders on the way are made, and links are followed.
 
-    Each of several writers of one target writes all of it, and the last one stays. A killed writer leaves nothing, or
-    `.<name>.foreroute`, which the next write takes away; where no file can be without a name (NFS, macOS), it leaves
-    `.<name>.<random>`, and that stays.
+    Each of several writers of one target writes all of it, and the last one stays. A killed writer leaves
+    `.<name>.<random>`.
 
-    Args:
-        target: the file to write.
-        content: bytes, text to be written as UTF-8, or a function that writes to an opened file.
-        overwrite: whether a file that is there may be replaced.
+    `content` is bytes, text to be written as UTF-8, or a function that writes to an opened file.
 
     Raises:
         FileExistsError: when `target` is there and may not be replaced; when it is no regular file, always.
@@ -43,12 +36,9 @@ def write_atomically(
         target.parent.mkdir(parents=True, exist_ok=True)
     except FileExistsError as cause:  # what is there is no folder
         raise NotADirectoryError(errno.ENOTDIR, os.strerror(errno.ENOTDIR), str(target.parent)) from cause
-    # of a file without a name, nothing is left when its writer is killed
-    descriptor, named = _open_unnamed(target.parent), None
-    if descriptor is None:
-        named = _temporary(target, secrets.token_hex(4))
-        descriptor = os.open(named, os.O_CREAT | os.O_EXCL | os.O_WRONLY | os.O_CLOEXEC, 0o666)
+    temporary = _temporary(target)
     try:
+        descriptor = os.open(temporary, os.O_CREAT | os.O_EXCL | os.O_WRONLY | os.O_CLOEXEC, 0o666)
         with os.fdopen(descriptor, "wb") as file:
             if callable(content):
                 content(file)
@@ -56,16 +46,13 @@ def write_atomically(
                 file.write(content.encode("utf-8") if isinstance(content, str) else content)
             file.flush()
             os.fsync(descriptor)
-            _refuse_special(target)  # again: it may have come while the file was filled
-            if named is not None:
-                _rename(named, target, overwrite=overwrite)
-            elif overwrite:
-                _replace(descriptor, _temporary(target, "foreroute"), target)
-            else:
-                _name(descriptor, target)
+        _refuse_special(target)  # again: it may have come while the file was filled
+        if overwrite:
+            os.replace(temporary, target)
+        else:
+            _rename_new(temporary, target)
     except BaseException:
-        if named is not None:
-            named.unlink(missing_ok=True)
+        temporary.unlink(missing_ok=True)
         raise
     with suppress(OSError):  # the new name survives a power cut where the system lets a folder be opened
         folder = os.open(target.parent, os.O_RDONLY)
@@ -84,7 +71,7 @@ def check_writable(target: Path) -> None:
         folder = folder.parent
     if not folder.is_dir():
         raise NotADirectoryError(errno.ENOTDIR, f"{folder} is no folder", str(target))
-    for part in (*target.relative_to(folder).parts, _temporary(target, "foreroute").name):
+    for part in (*target.relative_to(folder).parts, _temporary(target).name):
         with suppress(FileNotFoundError):  # what is not there yet may still have too long a name
             os.lstat(folder / part)
     tempfile.TemporaryFile(dir=folder).close()
@@ -95,12 +82,11 @@ def writing_named(path: str | os.PathLike[str], error: type[InputError]) -> Iter
     """Turn what the system refuses while `path` is written into one `error` that names it."""
     path = as_path(path, error)
     try:
-        if b"\0" in os.fsencode(path):
-            raise error(f"{path} cannot be written: a path has no NUL character. Choose another path")
-    except UnicodeEncodeError as cause:
-        raise error(
-            f"{path} cannot be written: its letters cannot be encoded ({cause}). Choose another path"
-        ) from cause
+        is_name = b"\0" not in os.fsencode(path)
+    except UnicodeEncodeError:
+        is_name = False
+    if not is_name:
+        raise error(f"{path} cannot be written: it is no name of a file. Choose another path")
     try:
         yield
     except ForerouteError:
@@ -118,49 +104,13 @@ def _refuse_special(target: Path) -> None:
             raise FileExistsError(None, "it exists and is no regular file")
 
 
-def _temporary(target: Path, end: str) -> Path:
+def _temporary(target: Path) -> Path:
     """Return the name of a file on its way to `target`."""
-    return target.parent / f".{target.name}.{end}"
+    return target.parent / f".{target.name}.{secrets.token_hex(4)}"
 
 
-def _open_unnamed(folder: Path) -> int | None:
-    """Open an empty file without a name; None where there are none, and a named one will tell why."""
-    if hasattr(os, "O_TMPFILE") and os.path.isdir(OPEN_FILES):
-        with suppress(OSError):
-            return os.open(folder, os.O_TMPFILE | os.O_WRONLY | os.O_CLOEXEC, 0o666)
-    return None
-
-
-def _name(descriptor: int, name: Path) -> None:
-    """Give an open file a name."""
-    # only with a folder for the source does Python follow the link that stands for the open file
-    os.link(f"{OPEN_FILES}/{descriptor}", name, src_dir_fd=descriptor, follow_symlinks=True)
-
-
-def _replace(descriptor: int, temporary: Path, target: Path) -> None:
-    """Name an open file `temporary` and rename that to `target`, beside others that do the same."""
-    # `temporary` is never anything but a whole file on its way to `target`, so whoever finds one sends it there: that
-    # of a killed writer goes, that of a living one has arrived. Nobody removes it: Linux names an open file only once.
-    is_named = False
-    while not is_named:
-        with suppress(FileExistsError):
-            _name(descriptor, temporary)
-            is_named = True
-        try:
-            os.replace(temporary, target)
-        except FileNotFoundError:
-            pass  # another writer was faster
-        except OSError:
-            if is_named:
-                temporary.unlink(missing_ok=True)
-            raise
-
-
-def _rename(temporary: Path, target: Path, *, overwrite: bool) -> None:
-    """Rename a file, over another or not."""
-    if overwrite:
-        os.replace(temporary, target)
-        return
+def _rename_new(temporary: Path, target: Path) -> None:
+    """Rename a file, and raise `FileExistsError` where the name is taken."""
     # a link looks whether the name is free and takes it in one step
     try:
         os.link(temporary, target)

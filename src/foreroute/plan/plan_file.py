@@ -14,9 +14,8 @@ from typing import Any, cast, get_args
 import numpy as np
 from numpy.typing import NDArray
 
-from foreroute.errors import InputError, PlanError
+from foreroute.errors import InputError, PlanError, shown
 from foreroute.files.container import FileFormat, TensorSchema
-from foreroute.files.json_form import from_json
 from foreroute.files.regular import parse_json
 from foreroute.layout import Packing
 from foreroute.plan.capabilities import FetchPath
@@ -24,7 +23,7 @@ from foreroute.plan.checker import check_structure
 from foreroute.plan.hosts import Hosts
 from foreroute.plan.options import SlotSharing
 from foreroute.plan.step_plan import TENSORS, StepPlan
-from foreroute.plan.topology import Topology
+from foreroute.plan.topology import Links, Topology
 
 PLAN_FILE = FileFormat(
     name="plan",
@@ -104,7 +103,10 @@ def _decoded(metadata: Mapping[str, str], tensors: dict[str, NDArray[Any]]) -> S
     if metadata["slots"] not in get_args(SlotSharing):
         raise PlanError(f"its slots are {metadata['slots']:.40}; expected one of {', '.join(get_args(SlotSharing))}")
     stated = parse_json(metadata["topology"], PlanError, name="the topology")
-    topology = from_json(Topology, stated, PlanError, "the topology")
+    try:
+        topology = Topology(**{**stated, "links": Links(**stated["links"])})
+    except (TypeError, KeyError) as error:
+        raise PlanError(f"the topology is {shown(stated)}; expected keys and values of a Topology") from error
     micro_step_S, rank_S = tensors.pop("micro_step_S"), tensors.pop("sequence_rank_S")
     packing = None
     if metadata["tokens_digest"]:

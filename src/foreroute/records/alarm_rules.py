@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 import numpy as np
 from numpy.lib.stride_tricks import sliding_window_view
 
-from foreroute.records.step_record import Alarm, AlarmKind, StepRecord
+from foreroute.records.step_record import Alarm, AlarmKind, Side, StepRecord
 
 WINDOW = 10
 """Measurements in a mean. Means are over the last ones, and over no fewer."""
@@ -36,14 +36,17 @@ def alarms(history: Sequence[StepRecord]) -> list[Alarm]:
     """Give the alarms that are on after the last step of a run, by the records of all its steps so far, in order."""
     if not history:
         return []
-    disagreement = _measured(history, _disagreement)
+    f2 = _measured(history, lambda step: _of_side(step, step.trained_with, "f2"))
+    disagreement = _measured(history, lambda step: _of_side(step, "native", "differing_share"))
+    # in the last mini-batch, whose weights are farthest from the rollout's
+    agreement = _measured(history, lambda step: step.live_agreement[-1] if step.live_agreement else None)
     # no shares make no mean, and then no alarm
     grown = DISAGREEMENT_GROWTH * float(np.mean(disagreement[1][:WINDOW] or [0.0]))
     found = [
         _collapse(history),
-        _mean_passes("f2", _measured(history, _f2), above=F2_ABOVE),
+        _mean_passes("f2", f2, above=F2_ABOVE),
         _mean_passes("disagreement", disagreement, above=max(DISAGREEMENT_ABOVE, grown)),
-        _mean_passes("stale_routes", _measured(history, _live_agreement), below=AGREEMENT_BELOW),
+        _mean_passes("stale_routes", agreement, below=AGREEMENT_BELOW),
         _mean_passes("effective_share", _measured(history, _effective_share), below=EFFECTIVE_SHARE_BELOW),
         _suspicious(history),
     ]
@@ -99,27 +102,13 @@ def _measured(history: Sequence[StepRecord], figure: Callable[[StepRecord], floa
     return [step for step, _ in seen], [value for _, value in seen]
 
 
-def _f2(step: StepRecord) -> float | None:
-    """F(2) of the routes that the step trained with."""
-    side = None if step.trained_with is None else step.mismatch.get(step.trained_with)
-    return None if side is None else side.f2
-
-
-def _disagreement(step: StepRecord) -> float | None:
-    """Share of routing decisions that the trainer by itself takes otherwise than the engine."""
-    native = step.mismatch.get("native")
-    return None if native is None else native.differing_share
-
-
-def _live_agreement(step: StepRecord) -> float | None:
-    """Agreement of live and replayed routes in the last mini-batch, whose weights are farthest from the rollout's."""
-    return step.live_agreement[-1] if step.live_agreement else None
+def _of_side(step: StepRecord, side: Side | None, figure: str) -> float | None:
+    """Give a figure of the mismatch of a side, where that was measured."""
+    return getattr(step.mismatch.get(side or "native"), figure, None)
 
 
 def _effective_share(step: StepRecord) -> float | None:
     """Effective share of samples; none of a step that trained on no token, whose share is 0."""
     share = step.importance.effective_share if step.importance is not None else 0.0
-    if not share:
-        return None
     # where weights overflow, no sample is left
-    return share if math.isfinite(share) else 0.0
+    return (share if math.isfinite(share) else 0.0) if share else None

@@ -11,9 +11,10 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from foreroute.errors import InputError, RunFolderError, shown
-from foreroute.files.json_form import by_key, from_json, value_of
+from foreroute.errors import ConfigError, InputError, RunFolderError, shown
+from foreroute.files.config_file import checked
 from foreroute.files.regular import as_path, parse_json, read_file
+from foreroute.files.toml import by_key
 from foreroute.records.step_record import SIDES, MismatchRecord, Side, StepRecord
 
 
@@ -48,31 +49,24 @@ class Run:
 
 
 def read_runs(folders: Sequence[Path]) -> list[Run]:
-    """Read run folders in the given order. Runs of one name get their folder's name added to their label.
+    """Read run folders in the given order. Runs of one name get their place added to their label.
 
     Raises:
         InputError: when no folder is given.
-        RunFolderError: when a folder or file is missing or damaged.
+        RunFolderError: when a folder or file is missing, a line is damaged, or there is no complete step.
     """
     if not folders or isinstance(folders, str | os.PathLike):  # of a name, the letters would be folders
         raise InputError(f"no run folder was given, but {shown(folders)}; expected a list of one or more")
     runs = [read_run(folder) for folder in folders]
     names = Counter(run.name for run in runs)
-    runs = [replace(run, label=f"{run.name} ({run.folder.name})") if names[run.name] > 1 else run for run in runs]
-    # folders of one name in different places are still alike
-    labels = Counter(run.label for run in runs)
     return [
-        replace(run, label=f"{run.label} #{position}") if labels[run.label] > 1 else run
+        replace(run, label=f"{run.name} #{position}") if names[run.name] > 1 else run
         for position, run in enumerate(runs, 1)
     ]
 
 
 def read_run(folder: Path) -> Run:
-    """Read one run folder. A last line that a killed run left half written is dropped and noted.
-
-    Raises:
-        RunFolderError: when the folder or a file is missing, a line is damaged, or there is no complete step.
-    """
+    """Read one run folder. A last line that a killed run left half written is dropped and noted."""
     folder = as_path(folder, RunFolderError)
     if not folder.is_dir():
         raise RunFolderError(f"{folder} is not a folder; name the folder that a training run wrote")
@@ -84,10 +78,11 @@ def read_run(folder: Path) -> Run:
                 f"{each} does not exist; a run folder holds config.json and metrics.jsonl. Name one that training wrote"
             )
     try:
-        stated = parse_json(read_file(path, RunFolderError), RunFolderError, name="it")
-        config = value_of(dict, stated, RunFolderError, "it")
-        flat = by_key(config)
-        name, routing = (value_of(str, flat.get(key), RunFolderError, key) for key in ("name", "rl.routing"))
+        config = parse_json(read_file(path, RunFolderError), RunFolderError, name="it")
+        flat = by_key(config) if isinstance(config, dict) else {}
+        name, routing = flat.get("name"), flat.get("rl.routing")
+        if not (isinstance(name, str) and isinstance(routing, str)):
+            raise RunFolderError(f"its name is {shown(name)}, and its rl.routing {shown(routing)}; expected text")
     except RunFolderError as error:
         raise RunFolderError(f"{path} is damaged: {error}. Restore it from a copy") from error
     steps, is_torn = read_steps(metrics)
@@ -134,4 +129,8 @@ def read_steps(path: Path) -> tuple[list[StepRecord], bool]:
 
 def parse_step(line: bytes) -> StepRecord:
     """Read one line of `metrics.jsonl`."""
-    return from_json(StepRecord, parse_json(line, RunFolderError, name="it"), RunFolderError)
+    values = parse_json(line, RunFolderError, name="it")
+    try:
+        return checked(StepRecord, values, source="it")
+    except ConfigError as error:
+        raise RunFolderError(str(error)) from error

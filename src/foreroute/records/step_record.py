@@ -6,11 +6,12 @@ a line of another trainer may leave the others out. The reference (docs/referenc
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
-from typing import Annotated, Literal, get_args
+from typing import Annotated, Any, Literal, get_args
 
 import numpy as np
+from pydantic import AfterValidator, ConfigDict, Field, model_validator
 
+from foreroute.files.config_file import Section
 from foreroute.mismatch import LOG10_EDGES, LooksLike
 
 Side = Literal["native", "replayed"]
@@ -22,8 +23,17 @@ Load = Literal["at_home", "planned", "executed"]
 """Which load of the ranks: with every expert at its home, by the plan, or as it ran."""
 Grouping = Literal["bound", "by_length", "by_routes"]
 """How sequences share micro-steps; no grouping is below the bound at these homes."""
+ROUNDED = 1e-6
+"""Rounding lets a quotient of sums end so far outside of its bounds."""
 
-Share = Annotated[float, (0, 1)]
+
+def _check_share(share: float) -> float:
+    if share < -ROUNDED or share > 1 + ROUNDED:
+        raise ValueError("expected a number from 0 to 1")
+    return share
+
+
+Share = Annotated[float, AfterValidator(_check_share)]
 """From 0 to 1, or NaN: a share of nothing."""
 """Numbers of ranks that the load of experts is stated for, as keys of JSON."""
 Loads = list[list[list[int]]]
@@ -56,8 +66,17 @@ ADVICE: dict[AlarmKind, str] = {
 """What to do about each, in the keys of `foreroute train`."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class MismatchRecord:
+class Record(Section):
+    """A part of a line, in which NaN and infinities are numbers."""
+
+    model_config = ConfigDict(allow_inf_nan=True, populate_by_name=True)
+
+    def to_json(self) -> dict[str, Any]:
+        """Return plain values by key; what was not recorded has no key."""
+        return self.model_dump(exclude_none=True, by_alias=True)
+
+
+class MismatchRecord(Record):
     """How far trainer and rollout engine were apart at one step."""
 
     response_tokens: int | None = None
@@ -66,7 +85,7 @@ class MismatchRecord:
     """k3, nats per response token."""
     f2: Share
     """F(2), a share of response tokens."""
-    f1_5: Share | None = None
+    f1_5: Share | None = Field(None, validation_alias="f1.5", serialization_alias="f1.5")
     """F(1.5), a share of response tokens."""
     max_abs_log_ratio: float | None = None
     """The largest |log r|."""
@@ -76,12 +95,11 @@ class MismatchRecord:
     """Share of (token, layer) whose expert sets differ."""
     differing_tokens_share: Share
     """Share of tokens with a differing layer."""
-    differing_share_by_layer: dict[str, Share] = field(default_factory=dict)
+    differing_share_by_layer: dict[str, Share] = Field(default_factory=dict)
     """Share of tokens whose expert set differs, by layer as the model numbers it: `decoder 3`."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class ImportanceRecord:
+class ImportanceRecord(Record):
     """Probabilities of the trainer over the engine's on the trained tokens, and what a correction did about them."""
 
     ratio_mean: float | None = None
@@ -96,41 +114,27 @@ class ImportanceRecord:
     """Share of tokens that the correction truncated or masked."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class SamplingRecord:
-    """How this step's responses were sampled."""
-
-    responses: int | None = None
-    """Responses of the step."""
-    informative_share: Share | None = None
-    """Share of responses with an advantage."""
-    dropped_tokens: int | None = None
-    """Tokens of these that the sentinel left out of the update."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class PassRecord:
+class PassRecord(Record):
     """One pass of an expert-parallel step: the load of every rank in every cell, [M][L][G]."""
 
     executed_MLG: Loads
     """Assignments as executed."""
     at_home_MLG: Loads
     """Assignments with every expert at its home."""
-    priced_options: dict[str, str] = field(default_factory=dict)
+    priced_options: dict[str, str] = Field(default_factory=dict)
     """Whether `pay_off` and `traffic` were on, whether the pass went by the plan or at homes, and why."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class ExecutionRecord:
+class ExecutionRecord(Record):
     """How an expert-parallel step was executed. Without a plan there are the ranks alone."""
 
     ranks: int
     """How many."""
-    max_over_mean: dict[Load, float] = field(default_factory=dict)
+    max_over_mean: dict[Load, float] = Field(default_factory=dict)
     """By load: busiest rank's assignments over the mean, summed over cells."""
     replicas: int | None = None
     """Replicas of all cells."""
-    bytes: dict[str, int] = field(default_factory=dict)
+    bytes: dict[str, int] = Field(default_factory=dict)
     """Arrived: weights by `host` memory, `direct`, `gradients`, moved `homes`."""
     home_moves: int | None = None
     """Experts that changed their home before the step."""
@@ -142,14 +146,15 @@ class ExecutionRecord:
     """Seconds of planning."""
     exposed_planning_s: float | None = None
     """Seconds that passes waited for plans."""
-    packing: dict[Grouping, int] = field(default_factory=dict)
+    packing: dict[Grouping, int] = Field(default_factory=dict)
     """Packed by routes: assignments of the slowest rank at homes, summed over cells, beside `bound` and `by_length`."""
     forecast_memory_bytes: int | None = None
     """Most bytes of any rank in an update, modelled before it ran; with `memory_budget`."""
-    passes: dict[str, PassRecord] = field(default_factory=dict)
+    passes: dict[str, PassRecord] = Field(default_factory=dict)
     """By name: recompute, update 0, ..."""
 
-    def __post_init__(self) -> None:
+    @model_validator(mode="after")
+    def _check_loads(self) -> ExecutionRecord:
         if self.passes and {"at_home", "executed"} - self.max_over_mean.keys():
             raise ValueError("max_over_mean needs at_home and executed where there are passes")
         if self.packing and set(get_args(Grouping)) - self.packing.keys():
@@ -157,17 +162,17 @@ class ExecutionRecord:
         for name, each in self.passes.items():
             try:
                 loads = np.array([each.executed_MLG, each.at_home_MLG], np.int64)
-            except (ValueError, OverflowError):  # lists of uneven lengths, or more than an integer holds
+            except ValueError:  # lists of uneven lengths
                 loads = np.zeros(0, np.int64)
             if loads.ndim != 4 or loads.shape[3] != self.ranks or not loads.size:
                 raise ValueError(
                     f"executed_MLG and at_home_MLG of pass {name} need the same numbers of micro-steps and layers, "
-                    f"loads of {self.ranks} ranks, and numbers below 2^63"
+                    f"and loads of {self.ranks} ranks"
                 )
+        return self
 
 
-@dataclass(frozen=True, kw_only=True)
-class DeviceRecord:
+class DeviceRecord(Record):
     """Where a step ran."""
 
     kind: str
@@ -178,8 +183,7 @@ class DeviceRecord:
     """Most bytes of tensors on any rank; CUDA only."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class SuspicionRecord:
+class SuspicionRecord(Record):
     """What the sentinel saw that a healthy run does not show."""
 
     looks_like: str
@@ -201,8 +205,7 @@ class SuspicionRecord:
         return LooksLike(self.looks_like).advice if self.looks_like in [*LooksLike] else ADVICE["sentinel"]
 
 
-@dataclass(frozen=True, kw_only=True)
-class Alarm:
+class Alarm(Record):
     """A warning that is on after a step."""
 
     kind: AlarmKind
@@ -227,15 +230,14 @@ class Alarm:
         return f"{WORDS[self.kind]} (since step {self.since}: {self.value:.3g}{beside})"
 
 
-@dataclass(frozen=True, kw_only=True)
-class StepRecord:
+class StepRecord(Record):
     """One step of a run. What is None was not recorded."""
 
     step: int
     """From 0."""
     weight_version: int | None = None
     """Newest weights that sampled a token."""
-    seconds: dict[str, float] = field(default_factory=dict)
+    seconds: dict[str, float] = Field(default_factory=dict)
     """By phase."""
     reward_mean: float | None = None
     """Mean reward of the responses."""
@@ -257,7 +259,7 @@ class StepRecord:
     """Rows of the rollout's trace."""
     trained_with: Side | None = None
     """`native` or `replayed`: whose routes the update used."""
-    mismatch: dict[Side, MismatchRecord] = field(default_factory=dict)
+    mismatch: dict[Side, MismatchRecord] = Field(default_factory=dict)
     """By side, `native` and `replayed`."""
     margins_LB: list[list[int]] | None = None
     """Decisions of the trainer's own routers in each layer and bin of `foreroute.mismatch.LOG10_EDGES`."""
@@ -265,8 +267,10 @@ class StepRecord:
     """By mini-batch: share of (token, layer) whose live top-k is the replayed set."""
     importance: ImportanceRecord | None = None
     """Ratios of trainer over engine."""
-    sampling: SamplingRecord | None = None
-    """How responses were sampled."""
+    informative_share: Share | None = None
+    """Share of responses with an advantage."""
+    dropped_tokens: int | None = None
+    """Tokens of these that the sentinel left out of the update."""
     execution: ExecutionRecord | None = None
     """With experts on several ranks."""
     device: DeviceRecord | None = None
@@ -276,8 +280,10 @@ class StepRecord:
     alarms: list[Alarm] | None = None
     """Those that are on: `kind`, `since` which step, `value`, `threshold`."""
 
-    def __post_init__(self) -> None:
+    @model_validator(mode="after")
+    def _check_bins(self) -> StepRecord:
         # counts of other bins would be drawn at wrong margins
         bins = len(LOG10_EDGES) - 1
         if any(len(counts_B) != bins for counts_B in self.margins_LB or ()):
             raise ValueError(f"margins_LB needs {bins} counts in every layer")
+        return self

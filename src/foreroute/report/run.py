@@ -150,11 +150,7 @@ def _collapsed(runs: Sequence[Run]) -> list[str]:
 
 def _idle(runs: Sequence[Run]) -> list[str]:
     """Which runs have learned nothing, though all went well: a group of equal rewards has no advantage."""
-    names = [
-        run.label
-        for run in runs
-        if run.steps and all((had := step.sampling) and had.informative_share == 0 for step in run.steps)
-    ]
+    names = [run.label for run in runs if run.steps and all(step.informative_share == 0 for step in run.steps)]
     which = "no step" if len(names) == len(runs) else f"no step of {', '.join(names)}"
     return [f"{which} changed the weights, because all responses of every prompt got one reward"] if names else []
 

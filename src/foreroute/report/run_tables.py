@@ -113,12 +113,13 @@ def alarm_table(runs: Sequence[Run], colours: Sequence[str] = ()) -> Table:
     rows, kinds = [], get_args(AlarmKind)
     for place, run in enumerate(runs):
         colour = colours[place] if colours else ""
+        counted: set[int] = set()  # steps whose dropped tokens a row has said
         suspected = _in_a_row((step.step, _by_likeness(step)) for step in run.steps)
         for likeness, by_step in suspected:
             first, *others = next(iter(by_step.values()))
             more = f"; {len(others)} more at once" if others else ""
-            own = [step.sampling for step in run.steps if step.step in by_step and step.sampling]
-            dropped = sum(sampling.dropped_tokens or 0 for sampling in own)
+            dropped = sum(step.dropped_tokens or 0 for step in run.steps if step.step in by_step.keys() - counted)
+            counted.update(by_step)
             left_out = f"; {dropped} response tokens were left out of the updates then" if dropped else ""
             of_rank = f"rank {first.rank}, " if first.rank else ""
             what = f"{likeness}: {of_rank}{first.sentence}{more}{left_out}"

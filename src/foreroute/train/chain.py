@@ -35,19 +35,12 @@ Demonstration = tuple[NDArray[np.int32], NDArray[np.int32]]
 
 
 class Task(Protocol):
-    """Problems, and what responses to them are worth. The trainer knows nothing else about a task.
+    """Problems, and what responses to them are worth. The trainer knows nothing else about a task."""
 
-    Attributes:
-        end_token: ends a response, and is part of it.
-        vocabulary_size: of a model that is made for this task.
-        max_response_tokens: the most that a response may have, its end token included.
-        data_digest: of what the problems are read from; empty where they are made.
-    """
-
-    end_token: int
-    vocabulary_size: int
-    max_response_tokens: int
-    data_digest: str = ""
+    end_token: int  # ends a response, and is part of it
+    vocabulary_size: int  # of a model that is made for this task
+    max_response_tokens: int  # the most that a response may have, its end token included
+    data_digest: str = ""  # of what the problems are read from; empty where they are made
 
     def problems(self, count: int, step: int, rng: np.random.Generator) -> list[Problem]:
         """Give this many problems for a step, from 0. The randomness follows from the seed of the run and the step."""

@@ -396,15 +396,12 @@ class TrainConfig(Section):
             raise ValueError(
                 f"rollout.prompts = {self.rollout.prompts} cannot be dealt to parallel.expert = {num_ranks} evenly"
             )
-        if self.parallel.plan.packing == "routes" and self.rl.routing == "none":
+        packs = self.parallel.plan.packing == "routes"
+        asked = 'plan.packing = "routes"' if packs else "memory_budget"
+        if self.rl.routing == "none" and (packs or self.parallel.memory_budget):
             raise ValueError(
-                'parallel.plan.packing = "routes" goes by replayed routes, and rl.routing = "none" replays none; set '
-                'rl.routing = "R3" or "R2", or leave it out'
-            )
-        if self.parallel.memory_budget and self.rl.routing == "none":
-            raise ValueError(
-                'parallel.memory_budget goes by replayed routes, and rl.routing = "none" replays none; set '
-                'rl.routing = "R3" or "R2", or leave it out'
+                f"parallel.{asked} goes by replayed routes, and "
+                'rl.routing = "none" replays none; set rl.routing = "R3" or "R2", or leave it out'
             )
         # every rank samples its own block of prompts, by an engine of its own
         if num_ranks > 1 and self.rollout.engine != "embedded":
@@ -413,18 +410,10 @@ class TrainConfig(Section):
 
 
 def load_config(path: Path) -> TrainConfig:
-    """Read a TOML file.
-
-    Raises:
-        ConfigError: naming every unknown key (with the nearest known one), wrong type and conflict.
-    """
+    """Read a TOML file; `ConfigError` names every unknown key, with the nearest known one, wrong type and conflict."""
     return parse_config(read_toml(path), source=str(path))
 
 
 def parse_config(values: dict[str, Any], *, source: str) -> TrainConfig:
-    """Check values that came from `source`.
-
-    Raises:
-        ConfigError: as `load_config`.
-    """
+    """Check values that came from `source`. Raises as `load_config`."""
     return checked(TrainConfig, values, source=source)

@@ -29,8 +29,8 @@ from torch import Tensor
 from foreroute.capture import Generation, save_generation
 from foreroute.errors import ConfigError, DivergedError, ForerouteError, RunFolderError
 from foreroute.files.container import MOST_HEADER_BYTES, FileFormat
-from foreroute.files.json_form import by_key, to_json
 from foreroute.files.regular import as_path, parse_json, read_text
+from foreroute.files.toml import by_key
 from foreroute.files.writing import write_atomically
 from foreroute.records import StepRecord
 from foreroute.records.runs import read_steps
@@ -45,8 +45,8 @@ CHECKPOINT_FILE = FileFormat(
     made_by="foreroute train writes checkpoints",
     most_header_bytes=MOST_HEADER_BYTES,
 )
-"""Its tensors are "model/NAME", "optimizer/NUMBER/KEY" for what AdamW keeps of each parameter, and "homes" where
-experts move; its metadata the next step, and the digest of the data that is trained on."""
+"""Its tensors are "model/NAME", "optimizer/NUMBER/KEY" for what AdamW keeps of each parameter, and of `BESIDE`; its
+metadata the next step, and the digest of the data that is trained on."""
 BESIDE = ("homes", "sentinel")
 """Tensors of a checkpoint where experts move, and where a sentinel watches."""
 NAME = re.compile(r"step-(\d{6}|[1-9]\d{6,})\.safetensors")
@@ -77,12 +77,7 @@ class RunFolder:
             write_atomically(path, json.dumps(config.model_dump(), indent=2, allow_nan=False))
 
     def require_begun(self, config: TrainConfig) -> None:
-        """Make sure that a run of this configuration is there; `MAY_CHANGE` may differ.
-
-        Raises:
-            RunFolderError: when there is no run, or its configuration is damaged or another.
-            ConfigError: when it has recorded more steps than the configuration has.
-        """
+        """Make sure that a run of this configuration is there; `MAY_CHANGE` may differ."""
         path = self.path / "config.json"
         if not os.path.lexists(path):
             raise RunFolderError(f"{self.path} holds no run to resume: there is no config.json")
@@ -125,7 +120,7 @@ class RunFolder:
 
     def append(self, record: StepRecord) -> None:
         """Add a line to the metrics and flush it to disk. Raises `DivergedError` when a metric is not finite."""
-        flat = by_key(to_json(record))
+        flat = by_key(record.to_json())
         if wrong := [key for key, value in flat.items() if not _is_finite(value)]:
             raise DivergedError(
                 f"{', '.join(wrong)} of step {record.step} {'is' if len(wrong) == 1 else 'are'} not finite; lower "
@@ -148,7 +143,8 @@ class RunFolder:
         path = folder / f"step-{state['step']:06d}.safetensors"
         with _writing(path):
             CHECKPOINT_FILE.write(path, {"step": str(state["step"]), "data": data}, arrays, overwrite=True)
-            for _, earlier in files_by_step(folder)[:-keep]:
+            killed = folder.glob(".step-*")  # what writers that were killed have left
+            for earlier in [*killed, *(path for _, path in files_by_step(folder)[:-keep])]:
                 earlier.unlink()
         return path
 
@@ -158,11 +154,7 @@ class RunFolder:
         return found[-1][1] if found else None
 
     def load(self, path: Path, *, data: str) -> dict[str, Any]:
-        """Read a checkpoint of this run, whose data has the digest `data`.
-
-        Raises `RunFolderError` when it is missing, damaged, of other data, or without the state of an optimizer that
-        has updated weights.
-        """
+        """Read a checkpoint of this run, whose data has the digest `data`, or raise `RunFolderError`."""
         advice = "Restore it from a copy, or remove it to use the one before"
         try:
             state = load_checkpoint(path)
@@ -204,11 +196,7 @@ class RunFolder:
 
 
 def load_checkpoint(path: Path) -> dict[str, Any]:
-    """Read the state in a checkpoint: "step", "model", "optimizer", "data", and those of `BESIDE` that it has.
-
-    Raises:
-        RunFolderError: when it is missing, damaged, no checkpoint, or named after another step.
-    """
+    """Read the state in a checkpoint: "step", "model", "optimizer", "data", and those of `BESIDE` that it has."""
     metadata, arrays = CHECKPOINT_FILE.read(path)
     step, named = metadata["step"], NAME.fullmatch(path.name)
     if not (step.isascii() and step.isdecimal() and len(step) < 10):
@@ -241,7 +229,7 @@ def _is_finite(value: Any) -> bool:
 
 def _line(record: StepRecord) -> str:
     """Give the line of metrics.jsonl of a step."""
-    return json.dumps(to_json(record), allow_nan=False) + "\n"
+    return json.dumps(record.to_json(), allow_nan=False) + "\n"
 
 
 def _exchanged(one: Path, other: Path) -> bool:

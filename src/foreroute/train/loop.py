@@ -69,11 +69,7 @@ class Trainer:
         self._sentinel = Sentinel(self.policy.spec) if rl.routing == "R3" and rl.sentinel != "off" else None
 
     def run_step(self) -> tuple[Experience, StepRecord | None]:
-        """Sample one rollout and take the update on it.
-
-        Returns:
-            The rollout and the step's record, on rank 0 those of all ranks; elsewhere there is no record.
-        """
+        """Sample one rollout and update on it; returns it and the record, on rank 0 of all ranks, elsewhere None."""
         rl, step, execution, ranks = self.config.rl, self.step, self.execution, self.execution.ranks
         device: torch.device = self._device
         replays = rl.routing == "R3"
@@ -163,10 +159,7 @@ class Trainer:
         return Experience(generation, rewards_S, *group_advantages(rewards_S, settings.group_size))
 
     def judge(self, roots: RootCounts) -> list[Suspicion]:
-        """Say what the sentinel suspects of this rank's rollout, before anything is learnt from it.
-
-        Raises `BatchMismatchError` where that is to stop the run.
-        """
+        """Say what the sentinel suspects of this rank's rollout; `BatchMismatchError` where that stops the run."""
         assert self._sentinel is not None, "there is one"
         found = self._sentinel.judge(roots)
         if found and self.config.rl.sentinel == "stop":
@@ -177,8 +170,8 @@ class Trainer:
     def recompute(self, generation: Generation, planned: ScheduledPass, side: Side) -> Recomputed:
         """Run the policy over S sequences without gradients: the old log-probs, before the update.
 
-        `side` is "native", on its own routes, or "replayed", on the rollout's and its choices of indexers. Raises
-        `StaleTraceError` when these are not of this step's weights.
+        "replayed" is on the rollout's routes and its choices of indexers; `StaleTraceError` when these are not of this
+        step's weights.
         """
         routed, replay = self.policy, side == "replayed"
         # R2 replays in the update what this pass chooses
@@ -226,11 +219,8 @@ class Trainer:
         """Take an optimizer step for each mini-batch, whose gradients are accumulated over micro-steps.
 
         `routes` of all S sequences are replayed in every forward and recomputation; None for the policy's own. With
-        `watch_routes` routers select by themselves too, in the same forwards, for `live_agreement`.
-
-        Raises:
-            StaleTraceError: when `routes` are not of this step's weights.
-            DivergedError: when loss or gradients are not finite; no optimizer step is taken with them.
+        `watch_routes` routers select by themselves too, in the same forwards, for `live_agreement`. Raises
+        `DivergedError` before an optimizer step whose loss or gradients are not finite.
         """
         rl, routed, execution, ranks = self.config.rl, self.policy, self.execution, self.execution.ranks
         generation, trained_S = experience.generation, experience.trained_S
@@ -337,10 +327,8 @@ def make_schedule(
 ) -> tuple[ScheduledPass, list[ScheduledPass]]:
     """Assign the sequences of this rank to micro-steps, in an order that follows from the seed. A collective call.
 
-    Returns:
-        Recompute, of all sequences; and for each mini-batch, the update on its informative sequences. A rank that has
-        too few for as many micro-steps as another takes some of no advantage beside them, which add nothing to the
-        gradient.
+    Recompute has all sequences, and the update of a mini-batch its informative ones. A rank that has too few for as
+    many micro-steps as another takes some of no advantage beside them, which add nothing to the gradient.
     """
     # the last token of a sequence is not put into the model
     lengths_S = experience.generation.trace.lengths - 1

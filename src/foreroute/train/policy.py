@@ -44,10 +44,9 @@ T = TypeVar("T")
 
 
 def make_policy(config: TrainConfig, task: Task, device: torch.device = CPU) -> hf.RoutedTransformer:
-    """Make the policy, ready to record and replay; raises `ConfigError` when it cannot be had, or has no such routers.
+    """Make the policy, ready to record and replay, or raise `ConfigError`.
 
-    With `parallel.expert` above 1 it is spread over all ranks, in a collective call; weights of a new model come later,
-    from rank 0.
+    Over several ranks it is spread, in a collective call; weights of a new model come later, from rank 0.
     """
     model = make_model(config.model, task, config.seed, num_ranks=config.parallel.expert).to(device)
     if config.model.gradient_checkpointing:
@@ -64,10 +63,7 @@ def make_policy(config: TrainConfig, task: Task, device: torch.device = CPU) -> 
 
 
 def make_model(config: ModelConfig, task: Task, seed: int, *, num_ranks: int = 1) -> Any:
-    """Make a model with its first weights, float32 on the CPU; over several ranks it is spread, and new ones lack them.
-
-    Raises `ConfigError` when transformers cannot make or load it, or it has no embedding for a token of the task.
-    """
+    """Make a model with its first weights, float32 on the CPU; over several ranks, spread, and a new one without."""
     # on the CPU, so that a seed gives the same weights for every device
     experts_implementation = config.experts_implementation
     if config.path is None:
@@ -92,8 +88,7 @@ def make_model(config: ModelConfig, task: Task, seed: int, *, num_ranks: int = 1
 def checkpoint_activations(model: Any) -> None:
     """Have backward compute the activations of each layer anew."""
     # older transformers have the second name alone
-    enable = getattr(model, "activation_checkpointing_enable", model.gradient_checkpointing_enable)
-    enable({"use_reentrant": False})
+    getattr(model, "activation_checkpointing_enable", model.gradient_checkpointing_enable)({"use_reentrant": False})
 
 
 def to_training(model: Any) -> None:
@@ -112,12 +107,7 @@ def to_training(model: Any) -> None:
 
 
 def make_engine(run: TrainConfig, policy: hf.RoutedTransformer) -> Engine:
-    """Start the engine; the caller closes it.
-
-    Raises:
-        ConfigError: when `rollout.server.url` is no address, or its folder of weights is in use.
-        EngineError: when there is no vLLM to run, or no server to reach.
-    """
+    """Start the engine, or raise `ConfigError` or `EngineError`; the caller closes it."""
     config, server = run.rollout, run.rollout.server
     if config.engine == "embedded":
         return EmbeddedEngine(
@@ -203,11 +193,7 @@ class ScheduledPass:
 class Alone:
     """Exchange of a run's processes where there is one: every question has its own answer.
 
-    `ranks.Ranks` is the same for several, whose methods are then collective calls.
-
-    Attributes:
-        rank: of this process.
-        size: G, the number of processes.
+    `ranks.Ranks` is the same for G = `size` processes, whose methods are then collective calls.
     """
 
     rank, size = 0, 1
@@ -246,9 +232,6 @@ class OneProcess:
     `experts.ExpertParallel` does so on several ranks, where most methods are collective calls. `plan` announces passes;
     `running` is open during one of them, whose micro-steps replay what `to_replay` gives; `finish_gradients` comes
     before each optimizer step.
-
-    Attributes:
-        ranks: of the run.
     """
 
     def __init__(self, policy: hf.RoutedTransformer, ranks: Alone) -> None:

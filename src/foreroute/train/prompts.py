@@ -8,28 +8,26 @@ Every line is checked before the first step. Keys beside "prompt" or "messages" 
 
 from __future__ import annotations
 
-import json
 import math
 import os
 import runpy
 from collections.abc import Callable, Sequence
 from numbers import Real
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Annotated, Any
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
+from pydantic import Field, model_validator
 
 from foreroute.adapters.hf.loading import first_line, load_tokenizer
 from foreroute.errors import ConfigError, DatasetError, FunctionError
+from foreroute.files.config_file import Section, checked
 from foreroute.files.container import blake2b_hex
-from foreroute.files.regular import read_file
+from foreroute.files.regular import parse_json, read_file
 from foreroute.train.chain import ChainTask, Demonstration, Problem, Task
 from foreroute.train.config import TaskConfig, TrainConfig
 
-MOST_CHARACTERS = 128
-"""Characters of a prompt for each token that it may have; a longer one is not tokenised. The longest tokens of usual
-vocabularies, runs of blanks, have about as many."""
 Reward = Callable[[list[str], list[str], list[dict[str, Any]]], Sequence[float]]
 """Takes prompts, responses and rows, one of each for a response; returns a finite number for each."""
 
@@ -93,11 +91,6 @@ class PromptTask(Task):
         most = self._config.max_prompt_tokens
         try:
             prompt = row["prompt"] if "prompt" in row else self._tokenizer.chat(row["messages"])
-            if len(prompt) > MOST_CHARACTERS * most:  # tokenising a megabyte takes longer than reading the file
-                raise DatasetError(
-                    f"{where}: the prompt has {len(prompt):,} characters; expected at most {MOST_CHARACTERS} for each "
-                    f"of task.max_prompt_tokens = {most}; raise it, or shorten the prompt"
-                )
             # a chat template wrote what comes first
             tokens = self._tokenizer.tokens(prompt, special="prompt" in row)
         except ConfigError as error:
@@ -125,29 +118,35 @@ def load_reward(reference: str) -> Reward:
     return function  # type: ignore[no-any-return]
 
 
+class Message(Section):
+    """A message of a chat."""
+
+    role: str
+    content: str
+
+
+class Row(Section):
+    """What a line has beside keys of the reward."""
+
+    prompt: Annotated[str, Field(min_length=1)] | None = None
+    messages: Annotated[list[Message], Field(min_length=1)] | None = None
+
+    @model_validator(mode="after")
+    def _one_of_both(self) -> Row:
+        if (self.prompt is None) == (self.messages is None):
+            raise ValueError("expected one of prompt and messages")
+        return self
+
+
 def parse_row(where: str, line: bytes) -> dict[str, Any]:
     """Read a line: an object with either a prompt or messages."""
-
-    def refuse(seen: str, expected: str) -> NoReturn:
-        raise DatasetError(f"{where}: {seen}; expected {expected}")
-
-    try:
-        row = json.loads(line.decode("utf-8"))
-    except (ValueError, RecursionError) as error:
-        raise DatasetError(f"{where}: {line.decode(errors='replace')!r:.80} is not JSON ({error!s:.200})") from error
+    row = parse_json(line, DatasetError, name=where)
     if not isinstance(row, dict):
-        refuse(f"{row!r:.60} is no object", 'one such as {"prompt": "…", "answer": "…"}')
-    if ("prompt" in row) == ("messages" in row):
-        refuse(f"keys {', '.join(row)[:80] or 'none'}", 'one of "prompt" and "messages"')
-    if "prompt" in row and not (isinstance(row["prompt"], str) and row["prompt"]):
-        refuse(f'"prompt" is {row["prompt"]!r:.60}', "text")
-    messages = row.get("messages", [{"role": "", "content": ""}])
-    if not isinstance(messages, list) or not messages:
-        refuse(f'"messages" is {messages!r:.60}', "a list of messages")
-    for message in messages:
-        keys = set(message) if isinstance(message, dict) else None
-        if keys != {"role", "content"} or not all(isinstance(value, str) for value in message.values()):
-            refuse(f"a message is {message!r:.60}", '{"role": "…", "content": "…"}, both text')
+        raise DatasetError(f'{where}: {row!r:.60} is no object; expected one such as {{"prompt": "…", "answer": "…"}}')
+    try:
+        checked(Row, {key: row[key] for key in Row.model_fields if key in row}, source=where)
+    except ConfigError as error:
+        raise DatasetError(str(error)) from error
     return row
 
 

@@ -37,9 +37,8 @@ class Ranks(Alone):
     def on_all(self, what: str, work: Callable[[], T]) -> T:
         """Do this rank's part of the work, `what` in words. All ranks go on, or none.
 
-        Raises:
-            RankError: when another rank failed; a rank that fails raises what went wrong there, whatever it is.
-            DivergedError: on every rank, when numbers are not finite on some, and nothing else is wrong.
+        A rank that fails raises what went wrong there, the others `RankError`; or `DivergedError` where numbers are not
+        finite on some, and nothing else is wrong.
         """
         error, done = None, None
         try:
@@ -101,15 +100,9 @@ def _words(error: Exception | None) -> str | None:
 
 
 def find_device(asked: str) -> torch.device:
-    """Find the device of this process.
+    """Find the device of this process, for "cpu", "cuda" or "auto"; `ConfigError` where it is not there.
 
-    Args:
-        asked: "cpu"; "cuda", that of this process among those of the machine (`LOCAL_RANK` under torchrun, else the
-            first); or "auto", which is "cuda" where every process of the machine has a CUDA device of its own, and else
-            "cpu". So all processes of a machine decide alike.
-
-    Raises:
-        ConfigError: when the device is not there, or the environment says nonsense.
+    "auto" is "cuda" where every process of the machine has a device of its own, so that all of them decide alike.
     """
     if asked == "cpu":
         return CPU
@@ -124,17 +117,6 @@ def find_device(asked: str) -> torch.device:
         f'{torch.__version__} sees {there}; set device = "auto" or "cpu", start no more processes than there are '
         "devices, or install a torch for CUDA"
     )
-
-
-def require_backend(device: torch.device) -> None:
-    """Raise `ConfigError` unless the processes, who found each other already, can exchange tensors of the device."""
-    given = dist.get_backend_config()
-    # gloo takes tensors of a GPU in some collectives, and in the exchange of rows not
-    if ("cuda:nccl" if device.type == "cuda" else "cpu:") not in given:
-        raise ConfigError(
-            f"torch.distributed was started with {given}, which carries no tensors of {device}; start it with "
-            f'backend "{BACKENDS[device.type]}", or set device = "cpu"'
-        )
 
 
 def require_no_accelerator(device: torch.device) -> None:
@@ -153,16 +135,11 @@ def num_started() -> int:
 
 @contextmanager
 def join_ranks(num_ranks: int, timeout_s: float, device: torch.device = CPU) -> Iterator[Alone]:
-    """Join the processes that were started for this run, by torchrun or in a group that exists already.
-
-    Args:
-        num_ranks: how many there must be.
-        timeout_s: seconds that they have to find each other, and to answer in the middle of a pass.
-        device: of this process, on which they exchange rows and gradients.
+    """Join the processes of this run, of torchrun or of a group that is there; they exchange tensors on `device`.
 
     Raises:
-        ConfigError: when there are more or fewer.
-        RankError: when they do not find each other.
+        ConfigError: when there are other than `num_ranks`.
+        RankError: when they do not find each other within `timeout_s`.
         TransferError: in the place of what collectives of torch and transformers raise, when a process is gone.
     """
     started = dist.get_world_size() if dist.is_initialized() else num_started()
@@ -184,7 +161,6 @@ def join_ranks(num_ranks: int, timeout_s: float, device: torch.device = CPU) -> 
                 f"the {num_ranks} processes of the run did not find each other: {error}. Start them with torchrun, and "
                 "look for the error of one that ended"
             ) from error
-    require_backend(device)
     try:
         votes = RankConsensus(timeout_s=WORK_TIMEOUT_S)
         ranks = Ranks(votes)

@@ -68,23 +68,12 @@ class MeasuredStep(NamedTuple):
 
 
 def measure_rates(cluster: Cluster, ranks: Alone, device: torch.device, tokens: int) -> Rates:
-    """Measure on all ranks of the default process group. A collective call.
+    """Measure on all ranks of the default process group, with `tokens` of a rank in a micro-step. A collective call.
 
-    Args:
-        cluster: what the topology file says. A group of one process measures what one rank can.
-        ranks: of the group.
-        device: of this rank.
-        tokens: of a rank in a micro-step, as they will be.
-
-    Returns:
-        What was measured by table and key of a topology file, the same on all ranks.
-
-    Raises:
-        ConfigError: when the file is of other ranks, weights of its bytes are not measured, or no such model can be.
+    Returns what was measured by table and key of a topology file, the same on all ranks. Raises `ConfigError` when the
+    file is of other ranks, weights of its bytes are not measured, or no such model can be.
     """
     costs, topology = cluster.costs, cluster.topology
-    if ranks.size == 1:
-        topology = replace(topology, num_ranks=1, ranks_per_node=1)
     if topology.num_ranks != ranks.size:
         raise ConfigError(f"the file is of {topology.num_ranks} ranks, and {ranks.size} are here; start as many")
     if costs.model.weight_bytes not in DTYPES:
@@ -209,8 +198,7 @@ def _steps(routed: hf.RoutedTransformer, topology: Topology, clock: _Clock, toke
     """Make an even and an uneven step at home, and the uneven one under its plan."""
     found, spec = [], routed.spec
     for skew, num_plans in ((0.0, 1), (UNEVEN, 2)):
-        # one rank alone cannot be uneven, and is given more tokens instead
-        shape = max(1, tokens // SEQUENCE) * (2 if skew and clock.ranks.size == 1 else 1), SEQUENCE
+        shape = max(1, tokens // SEQUENCE), SEQUENCE
         rng, batches, rows_M = np.random.default_rng([clock.ranks.rank, num_plans]), [], []
         for _ in range(MICRO_STEPS):
             batch = rng.integers(0, VOCABULARY, shape)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import platform
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import get_args
+from typing import NamedTuple, get_args
 
 import numpy as np
 import torch
@@ -32,7 +32,6 @@ from foreroute.records.step_record import (
     Load,
     MismatchRecord,
     PassRecord,
-    SamplingRecord,
     Side,
     SuspicionRecord,
 )
@@ -72,10 +71,8 @@ class Recomputed:
     entropy_R: NDArray[np.float32]  # [R], in nats
     # the routes that this pass took, and the choices of indexers where they were asked for; last tokens have none
     executed: RoutingTrace
-    # [N - S, L], top-k margins of its routers; last tokens are not put into the model
-    margins_NL: NDArray[np.float32]
-    # of its N - S rows, what the sentinel judges; None where nobody asked
-    roots: RootCounts | None = None
+    margins_NL: NDArray[np.float32]  # [N - S, L], top-k margins of its routers; last tokens are not put into the model
+    roots: RootCounts | None = None  # of its N - S rows, what the sentinel judges; None where nobody asked
 
 
 @dataclass(frozen=True, eq=False)
@@ -128,7 +125,7 @@ def merged(parts: list[StepPart]) -> StepPart:
         agreement_M2=np.sum([each.agreement_M2 for each in updates], axis=0),
     )
     watched = [part.suspicions for part in parts if part.suspicions is not None]
-    suspicions = [replace(each, rank=rank) for rank, of_rank in enumerate(watched) for each in of_rank]
+    suspicions = [each.model_copy(update={"rank": rank}) for rank, of_rank in enumerate(watched) for each in of_rank]
     peak_bytes = max(part.peak_bytes for part in parts)
     return StepPart(experience, passes, updated, peak_bytes, suspicions if watched else None)
 
@@ -169,11 +166,8 @@ def step_record(
         margins_LB=margin_histogram(passes["native"].margins_NL).tolist() if "native" in passes else None,
         live_agreement=(1 - differing / cells).tolist() if len(cells) else None,
         importance=importance,
-        sampling=SamplingRecord(
-            responses=len(rewards_S),
-            informative_share=float(experience.informative_S.mean()),
-            dropped_tokens=int((generation.response_lengths - experience.kept_S)[experience.informative_S].sum()),
-        ),
+        informative_share=float(experience.informative_S.mean()),
+        dropped_tokens=int((generation.response_lengths - experience.kept_S)[experience.informative_S].sum()),
         execution=execution,
         device=DeviceRecord(kind=device.type, name=name, **peak),
         suspicions=whole.suspicions,
@@ -225,8 +219,7 @@ class ExecutedPass:
         return "recompute" if self.name == "recompute" else "update"
 
 
-@dataclass(frozen=True)
-class MovedHomes:
+class MovedHomes(NamedTuple):
     """Experts of all layers that changed their home before a step, what this rank received, and seconds of it all."""
 
     number: int = 0

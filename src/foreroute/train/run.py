@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import ExitStack, closing
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from foreroute.adapters.checkpoint import ModelWriter
-from foreroute.files.json_form import by_key
+from foreroute.files.toml import by_key
 from foreroute.records import StepRecord, alarms
 from foreroute.train.config import TrainConfig
 from foreroute.train.experts import make_execution, read_planning
@@ -148,7 +148,7 @@ def _write(
     """Write one step down, with the alarms that are on after it, and show it."""
     assert record is not None, "rank 0 has one"
     history.append(_without_tables(record))
-    record = replace(record, alarms=alarms(history))
+    record = record.model_copy(update={"alarms": alarms(history)})
     if record.step % config.measure.save_trace_every == 0:
         run.save_rollout(record.step, experience.generation)
     run.append(record)
@@ -157,7 +157,7 @@ def _write(
 
 def _without_tables(record: StepRecord) -> StepRecord:
     """Drop what grows with layers and ranks: alarms look at single figures, and the history is kept for a whole run."""
-    return replace(record, margins_LB=None, execution=None, alarms=None)
+    return record.model_copy(update={"margins_LB": None, "execution": None, "alarms": None})
 
 
 def _save(trainer: Trainer, run: RunFolder) -> None:

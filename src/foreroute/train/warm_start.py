@@ -26,12 +26,7 @@ def warm_start(
 ) -> bool:
     """Give `model` the weights that RL starts from: those of a checkpoint, or trained until the loss is low enough.
 
-    `on_step` is told the step and the smoothed loss, `should_stop` asked, after each step. False where it stopped; the
-    model is then of no use.
-
-    Raises:
-        ConfigError: when the task knows no right answers, or the model has no load-balancing loss.
-        RunFolderError: when the checkpoint is damaged, or of another model.
+    `on_step` is told the step and the smoothed loss. False where `should_stop` stopped it; the model is then of no use.
     """
     settings = config.warm_start
     if settings.checkpoint is not None:
