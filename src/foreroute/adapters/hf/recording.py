@@ -67,7 +67,7 @@ def _kept_widths(batches: Sequence[ForwardTokens]) -> list[int]:
     for number, batch in enumerate(batches):
         if not batch.past:
             grown = []
-        while grown and batch.cache_was_seen and batches[grown[-1]].past + widths[grown[-1]] > batch.past:
+        while grown and batches[grown[-1]].past + widths[grown[-1]] > batch.past:
             last = grown[-1]
             widths[last] = max(0, batch.past - batches[last].past)
             if not widths[last]:
