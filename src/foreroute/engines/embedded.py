@@ -26,7 +26,7 @@ from foreroute.capture import Generation, Sampling
 from foreroute.capture.sampling_masks import masks_of_steps
 from foreroute.checks import MOST_INT32, as_int32, whole_number
 from foreroute.core.caches import named_cache
-from foreroute.engines.sequences import count_tokens
+from foreroute.engines.base import count_tokens
 from foreroute.errors import ConfigError, DivergedError, shown
 from foreroute.replay import Recording
 from foreroute.trace import NO_VERSION, SAMPLING
@@ -46,7 +46,7 @@ class EmbeddedEngine:
     Args:
         model: the policy, of a class of transformers; it is copied once, on its device, and not kept.
         precision: "float32", "bfloat16", or "fp8" (bfloat16 arithmetic on weights that were rounded to E4M3, with one
-            scale per output channel). What `from_pretrained` of transformers keeps in float32 stays so.
+            scale per row). What `from_pretrained` of transformers keeps in float32 stays so.
         indexers: whether traces have the choices of sparse-attention indexers, which the model must have.
         weights: those of a policy that transformers has spread over ranks: `routed.gather_weights()`.
 
@@ -80,7 +80,6 @@ class EmbeddedEngine:
         for tensor in (*empty.parameters(), *empty.buffers()):
             tensor.data = tensor.data.contiguous()
         self._model: Any = empty.eval().requires_grad_(False)
-        self._input_axis = _input_axes(self._model)
         self.load_weights(model.state_dict() if weights is None else weights, NO_VERSION)
         self._routed = attach(self._model)
 
@@ -101,7 +100,7 @@ class EmbeddedEngine:
                 continue
             is_kept = source.ndim < 2 or target.dtype != torch.bfloat16 or any(word in name for word in NOT_IN_FP8)
             if self._precision == "fp8" and not is_kept:
-                source = _round_to_e4m3(source, self._input_axis.get(name, -1))
+                source = _round_to_e4m3(source)
             target.copy_(source)
         if missing:
             raise ConfigError(
@@ -176,12 +175,13 @@ class EmbeddedEngine:
                     break
                 logits = self._model(input_ids=token[:, None], use_cache=True, **caches).logits[:, -1]
         responses_ST, logprobs_ST = (torch.stack(each, 1).cpu().numpy() for each in (tokens, logprobs))
-        response_lengths = _count_until(responses_ST, end_token)
+        is_end_ST = responses_ST == end_token  # the first of a response is one of its tokens
+        lengths = np.where(is_end_ST.any(axis=1), is_end_ST.argmax(axis=1) + 1, responses_ST.shape[1])
         # a sequence that has ended is sampled further until all have
-        kept_ST = np.arange(responses_ST.shape[1]) < response_lengths[:, None]
+        kept_ST = np.arange(responses_ST.shape[1]) < lengths[:, None]
         trace = prompt_trace.continued_by(recording.rollout(responses_ST, kept_ST))
         if kept_sets:
-            masks = masks_of_steps(kept_sets, logits.shape[1], prompt_trace.lengths, response_lengths)
+            masks = masks_of_steps(kept_sets, logits.shape[1], prompt_trace.lengths, lengths)
             trace = trace.with_stream(SAMPLING, masks)
         return Generation(trace, prompt_trace.lengths, logprobs_ST[kept_ST].astype(np.float32))
 
@@ -254,25 +254,7 @@ def _truncation_mask(logits_SV: Tensor, sampling: Sampling) -> Tensor:
     return left_SV != -torch.inf
 
 
-def _count_until(responses_ST: NDArray[Any], end_token: int) -> NDArray[np.int64]:
-    """Count the tokens of each response up to its first end token, which is one of them."""
-    is_end_ST = responses_ST == end_token
-    lengths: NDArray[np.int64] = np.where(is_end_ST.any(axis=1), is_end_ST.argmax(axis=1) + 1, responses_ST.shape[1])
-    return lengths
-
-
-def _round_to_e4m3(weight: Tensor, input_axis: int) -> Tensor:
-    """Round a weight to float8 E4M3 with one scale per output channel, and back to its dtype."""
-    scale = weight.abs().amax(dim=input_axis, keepdim=True).clamp_min(1e-12) / E4M3_MAX
+def _round_to_e4m3(weight: Tensor) -> Tensor:
+    """Round a weight to float8 E4M3 with one scale per row, and back to its dtype."""
+    scale = weight.abs().amax(dim=-1, keepdim=True).clamp_min(1e-12) / E4M3_MAX
     return (weight / scale).to(torch.float8_e4m3fn).to(weight.dtype) * scale
-
-
-def _input_axes(model: nn.Module) -> dict[str, int]:
-    """Map weights of transposed experts to the axis of their input, -2; that of all others is the last."""
-    return {
-        f"{path}.{name}": -2
-        for path, module in model.named_modules()
-        if getattr(module, "is_transposed", False)
-        for name, parameter in module.named_parameters(recurse=False)
-        if parameter.ndim == 3
-    }
