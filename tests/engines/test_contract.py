@@ -66,7 +66,7 @@ class SGLang:
         self.server = of_sglang.Server()
 
     def tell(self, lie):
-        self.server.lie = lie and (lambda answers: [self._changed(answer, lie) for answer in answers])
+        self.server.lie = lie and (lambda answer: self._changed(answer, lie))
 
     @staticmethod
     def _changed(answer, lie):

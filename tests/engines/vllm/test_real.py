@@ -14,7 +14,6 @@ from safetensors.torch import load_file
 
 from foreroute.adapters.checkpoint import ModelWriter, ServedModel
 from foreroute.engines import vllm
-from foreroute.errors import EngineError
 from tests.engines.small_policy import SAMPLING, policy, prompts, response_logprobs, seeded, set_match
 
 pytestmark = pytest.mark.slow
@@ -80,18 +79,3 @@ def test_new_weights_leave_nothing_of_the_old_in_the_prefix_cache(real):
     assert set_match(real.weights[1], generation.trace) == 1.0
     assert set_match(real.weights[0], generation.trace) < 0.5
     assert largest_difference(real.weights[1], generation) < 1e-3
-
-
-def test_an_interrupted_rollout_leaves_nothing_running(real):
-    """The connections are closed, and vLLM aborts what nobody waits for."""
-    load(real, 0)
-    long, engine = replace(SAMPLING, max_new_tokens=200, end_token=-1), real.engine
-    client, engine._client._timeout_s = engine._client, 0.5
-    try:
-        with pytest.raises(EngineError, match="answer within"):
-            engine.generate(prompts(40, 20), replace(long, group_size=4), seeded())
-    finally:
-        client._timeout_s = START_S
-    generation = engine.generate(prompts(20), SAMPLING, seeded())
-    assert set_match(real.weights[0], generation.trace) == 1.0
-    load(real, 1)  # resetting the prefix cache fails while requests run
