@@ -11,7 +11,6 @@ from torch._dynamo.utils import counters
 from transformers import StaticCache
 
 from foreroute.adapters import hf
-from foreroute.errors import BatchMismatchError, ReplayError
 from foreroute.testing.models import tiny
 from tests.adapters.hf.family_checks import is_newest
 from tests.adapters.hf.model_runs import batch_of, enable_checkpointing, gradients, loss_of, random_routes
@@ -138,17 +137,3 @@ def test_decode_steps_over_a_static_cache_share_a_graph():
         model(input_ids=tokens, use_cache=False)
     seen, expected = (np.sort(each.trace().expert_ids_NLK) for each in (recording, whole))
     assert np.array_equal(seen, expected)
-
-
-@pytest.mark.slow
-def test_a_compiled_forward_checks_its_batch_and_its_routers():
-    [routed] = attached()
-    compiled = torch.compile(routed.model, backend="eager")
-    own, other = (random_routes(routed.spec, batch) for batch in (BATCH, OTHER))
-    step(routed, compiled, 0)
-    with pytest.raises(BatchMismatchError, match="sequence 0, position 0"), routed.replay(other):
-        compiled(**BATCH, use_cache=False)
-    step(routed, compiled, 1)
-    routed.model.model.layers[0].mlp.forward = lambda hidden: hidden
-    with pytest.raises(ReplayError, match=r"model\.layers\.0\.mlp\.gate selected 0 times"), routed.replay(own):
-        compiled(**BATCH, use_cache=False)

@@ -11,7 +11,6 @@ from functools import lru_cache
 import numpy as np
 import pytest
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from foreroute.adapters import hf
 from foreroute.adapters.hf.trace_rows import TraceRows
@@ -214,35 +213,6 @@ def test_traces_and_layouts_are_taken_and_refused_there(side, missing, layout, m
     with other_device(), nullcontext() if message is None else pytest.raises(BatchMismatchError, match=message):
         there = model_there()
         replayed(there, given_on(DEVICE, BATCHES[side]), trace_of(there.spec, missing), layout=layout)
-
-
-class Launches(TorchDispatchMode):
-    """Counts operators while it is open."""
-
-    count = 0
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        self.count += 1
-        return func(*args, **(kwargs or {}))
-
-
-def launches(routed, given):
-    with Launches() as counted, torch.no_grad():
-        routed.model(**given, use_cache=False)
-    return counted.count
-
-
-@pytest.mark.parametrize(("absent", "how", "added"), [((), {}, 0), ((0, 1, 2), {}, 3), ((), {"telemetry": True}, 2)])
-def test_what_replay_adds_to_a_layer(absent, how, added):
-    """Gathered weights, and no selection where all rows are known; else what tells native picks from the replayed."""
-    of_layers = []
-    for layers in (1, 3):
-        routed = hf.attach(tiny("qwen3_moe", experts="batched_mm", num_hidden_layers=layers))
-        given, trace = given_on("cpu", BATCHES["packed"]), trace_of(routed.spec, ends=absent)
-        native = launches(routed, given)
-        with routed.replay(trace, **how):
-            of_layers.append(launches(routed, given) - native)
-    assert of_layers[1] - of_layers[0] == 2 * added
 
 
 @pytest.mark.parametrize("options", [{"margins": True}, {"native": True}])

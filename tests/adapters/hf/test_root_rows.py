@@ -7,7 +7,6 @@ import torch
 from foreroute.adapters import hf
 from foreroute.errors import InputError, ReplayError
 from foreroute.replay import RootRows
-from foreroute.testing.counting_device import DEVICE, other_device
 from foreroute.testing.models import tiny
 from tests.replay.root_oracle import beside
 from tests.replay.session_subject import batch_of, foreign, router_paths
@@ -67,22 +66,3 @@ def test_rows_are_counted_in_the_order_of_their_sequences():
         run()
     with pytest.raises(InputError, match=f"lengths_S has {sum(lengths) + 1} rows"):
         rows.read([*lengths, 1])
-
-
-def test_the_host_waits_once_where_counts_are_read():
-    with other_device() as device:
-        routed, batch = hf.attach(tiny("qwen3_moe", experts="batched_mm").to(DEVICE)), batch_of(*LENGTHS)
-        trace = foreign(routed.spec, batch, absent={(s, length - 1) for s, length in enumerate(LENGTHS)})
-        given = {"input_ids": batch.ids_BT.to(DEVICE), "attention_mask": batch.real_BT.long().to(DEVICE)}
-        rows = RootRows(routed)
-
-        def waits(*listening):
-            with torch.no_grad(), routed.replay(trace), routed.listening(*listening):
-                device.reads.clear()
-                routed.model(**given, use_cache=False)
-                return device.reads.total()
-
-        assert waits(rows) == waits()
-        device.reads.clear()
-        assert len(rows.read(trace.lengths).roots_N) == sum(LENGTHS)
-        assert device.reads.total() == 1
