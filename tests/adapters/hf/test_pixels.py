@@ -1,4 +1,6 @@
-"""Images beside tokens: a trace is bound to the pixels behind each token of an image, as it is to the tokens."""
+"""Vision-language models attached as a whole: a trace is bound to the pixels behind each token of an image."""
+
+import importlib
 
 import pytest
 import torch
@@ -7,14 +9,55 @@ import foreroute as fr
 from foreroute.adapters import hf
 from foreroute.adapters.hf.pixels import ImageTokens
 from foreroute.errors import BatchMismatchError
+from foreroute.testing.counting_device import DEVICE, other_device
 from foreroute.trace import PIXELS
-from tests.adapters.hf.test_whole_models import TOWER, build_whole
+from tests.adapters.hf.families import build, config_fields, with_live_values
+from tests.adapters.hf.family_checks import require_bit_equal
 from tests.tiers import grid
 
 IMAGE, VIDEO, START = 45, 44, 46
 GRIDS = ("qwen3_vl_moe", "qwen3_5_moe", "glm4v_moe", "qwen3_omni_moe", "minimax_m3_vl", "glm5_next")
 SHAPES = {"large": (1, 4, 4), "wide": (1, 2, 4)}  # 4 tokens and 2
 SEQUENCES = ([1, "large", 3, "wide", 5, 6], [7, 8, 9, 10], [11, 12, "wide", 13])
+
+
+WHOLE = {
+    "ernie4_5_vl_moe": "Ernie4_5_VLMoeForConditionalGeneration",
+    "gemma4": "Gemma4ForConditionalGeneration",
+    "glm4v_moe": "Glm4vMoeForConditionalGeneration",
+    "glm5_next": "Glm5NextForConditionalGeneration",
+    "hy_v4_vl": "HYV4VLForConditionalGeneration",
+    "minimax_m3_vl": "MiniMaxM3SparseForConditionalGeneration",
+    "qwen3_5_moe": "Qwen3_5MoeForConditionalGeneration",
+    "qwen3_omni_moe": "Qwen3OmniMoeThinkerForConditionalGeneration",
+    "qwen3_vl_moe": "Qwen3VLMoeForConditionalGeneration",
+    "step3p7": "Step3p7ForConditionalGeneration",
+}
+NAMES_OF = {
+    1: "depth num_hidden_layers num_layers encoder_layers",
+    32: (
+        "hidden_size out_hidden_size d_model embed_dim vision_output_dim intermediate_size encoder_ffn_dim "
+        "projector_input_dim projector_output_dim"
+    ),
+    4: "num_heads num_attention_heads num_key_value_heads encoder_attention_heads",
+    8: "head_dim",
+}
+TOWER = {name: size for size, names in NAMES_OF.items() for name in names.split()} | {"deepstack_visual_indexes": [0]}
+
+
+def build_whole(name, **overrides):
+    text_config = build(name).config.to_dict()
+    module = importlib.import_module(f"transformers.models.{name}.modeling_{name}")
+    model_class = getattr(module, WHOLE[name])
+    parts = {
+        part: {field: value for field, value in TOWER.items() if field in config_fields(sub_class)}
+        for part, sub_class in model_class.config_class.sub_configs.items()
+        if part != "text_config"
+    }
+    config = model_class.config_class(**parts, text_config=text_config, **overrides)
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        return with_live_values(model_class(config).eval())
 
 
 def build_seeing(name="qwen3_vl_moe"):
@@ -65,6 +108,12 @@ class Seen:
 def outputs(model, batch):
     with torch.no_grad():
         return model(**batch, use_cache=False).logits[batch["attention_mask"].bool()]
+
+
+@grid("name", WHOLE, quick=3)
+def test_a_whole_model_replays_its_own_text_routes_bit_for_bit(name):
+    model = build_whole(name)
+    require_bit_equal(build_whole(name), model, hf.attach(model))
 
 
 @pytest.mark.shows("Hugging Face", "images, bound by a digest of their pixels")
@@ -168,3 +217,15 @@ def test_a_digest_is_what_files_hold_for_good():
     found = ImageTokens(IMAGE, VIDEO, 4).of_patches(patches, torch.tensor([(1, 2, 4), (1, 2, 2)])).tolist()
     assert len(set(found)) == 3
     assert found[0] == 185031652899035758
+
+
+def test_digests_are_made_and_compared_where_the_batch_is_and_nobody_waits():
+    tokens, layout = torch.tensor([[1, IMAGE, IMAGE, 2]]), ImageTokens(IMAGE, VIDEO, 4)
+    given = {"pixel_values": torch.randn(8, 6), "image_grid_thw": torch.tensor([(1, 2, 4)])}
+    expected = layout.digests(tokens, given)
+    with other_device() as device:
+        there = tokens.to(DEVICE), {name: each.to(DEVICE) for name, each in given.items()}
+        device.reads.clear()
+        found = layout.digests(*there)
+        assert not device.reads
+        assert torch.equal(found.values_here, expected)

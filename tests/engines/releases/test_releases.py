@@ -52,22 +52,6 @@ def test_groups_of_more_sequences_than_fit_are_the_models(engine):
 
 
 @pytest.mark.exhaustive
-def test_choices_of_a_completion_are_the_models(engine):
-    """The endpoint that trainers of others ask, with a prompt start."""
-    engine.load_weights(policy(0).model.state_dict(), 0)
-    (prompt,) = prompts(40)
-    body = {"prompt": prompt.tolist(), "max_tokens": 12, "n": 3, "temperature": 0.8, "ignore_eos": True, "logprobs": 0}
-    body |= {"return_token_ids": True, "return_tokens_as_token_ids": True, "routed_experts_prompt_start": 6}
-    answer = engine._client.post("/v1/completions", body).value
-    trace = decode(answer, model=policy().spec, start=6, vocabulary_size=SIZES["vocab_size"])
-    assert trace.valid_N.reshape(3, 52)[:, 6:-1].all()
-    assert trace.valid_N.sum() == 3 * 45
-    assert not differing(policy(0), trace)
-    for choice, logprobs in zip(answer["choices"], forward(policy(0), trace)[1], strict=True):
-        assert np.abs(logprobs[39:] - choice["logprobs"]["token_logprobs"]).max() < 1e-4
-
-
-@pytest.mark.exhaustive
 def test_weights_that_change_in_mid_request_have_the_rows_behind_the_change(engine, tmp_path):
     """A stream, whose last chunk has the routes; rows that were computed before keep those of the old weights."""
     engine.load_weights(policy(0).model.state_dict(), 0)
