@@ -57,7 +57,7 @@ def test_what_drips_for_ever_ends_in_time(name):
 
 def test_no_redirect_is_followed():
     with serving(lambda *_: (307, b"", {"Location": "file:///etc/passwd"})) as server:
-        with pytest.raises(EngineError, match="refused with status 307"):
+        with pytest.raises(EngineError, match=r"refused.*307"):
             Client(server.url, timeout_s=5, what="the server").get("/x")
         assert len(server.asked) == 1
 

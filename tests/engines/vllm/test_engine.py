@@ -225,7 +225,7 @@ def test_what_is_no_server_is_refused(routed, tmp_path):
         vllm.VLLMEngine(served, "http://127.0.0.1:9", weights_folder=tmp_path)
     with pytest.raises(ConfigError, match=r"ServerSettings.*address"):
         vllm.VLLMEngine(served, 8000, weights_folder=tmp_path)
-    with pytest.raises(ConfigError, match=r"server is 'http.*weights_folder"):
+    with pytest.raises(ConfigError, match=r"'http.*weights_folder"):
         vllm.VLLMEngine(served, "http://127.0.0.1:9")
     with pytest.raises(ConfigError, match=r"RoutedTransformer.*ServedModel\.of"):
         vllm.VLLMEngine(routed, "http://127.0.0.1:9", weights_folder=tmp_path)

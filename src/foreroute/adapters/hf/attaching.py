@@ -13,7 +13,6 @@ import torch
 from numpy.typing import NDArray
 from torch import nn
 
-from foreroute.adapters.hf.indexers import FORMS, FoundIndexers
 from foreroute.adapters.hf.routed_transformer import RoutedTransformer, TransformerHooks
 from foreroute.core.attaching import attach_by, require_attachable
 from foreroute.core.find import ATTENTION
@@ -25,6 +24,7 @@ from foreroute.trace import INDEXER, DecisionStream, LayerKind, RoutedLayer, Rou
 
 if TYPE_CHECKING:
     from foreroute.adapters.hf.expert_parallel import SpreadExperts
+    from foreroute.adapters.hf.indexers import FoundIndexers
 
 WANTED_FORM = "needs a form in foreroute/adapters/hf/indexers.py (see CONTRIBUTING, Adding a Hugging Face family)"
 
@@ -102,6 +102,10 @@ def find_indexers(model: nn.Module, trunk: nn.Module) -> FoundIndexers | None:
         for path, module in model.named_modules()
         if module in inside and type(module).__name__.endswith("Indexer")
     ]
+    if not sites:
+        return None
+    from foreroute.adapters.hf.indexers import FORMS, FoundIndexers
+
     forms = {FORMS.get(type(module).__name__) for _, module, _ in sites}
     form = forms.pop() if len(forms) == 1 else None
     if form is None or len({form.spec_of(module, ()) for _, module, _ in sites}) > 1:
