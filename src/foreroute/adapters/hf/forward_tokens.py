@@ -21,13 +21,13 @@ from foreroute.adapters.hf.pixels import ARGUMENTS, ImageTokens, given_images, p
 from foreroute.core.caches import NO_CACHE, given_cache
 from foreroute.errors import BatchMismatchError
 from foreroute.layout import starts_from_cumulative_lengths, starts_from_positions
-from foreroute.replay import ForwardRows, RecordedPass
 from foreroute.replay.arguments import WANTED_MASK, kept_by
 from foreroute.replay.rows import to_host
 from foreroute.trace import INDEXER, PIXELS
 
 if TYPE_CHECKING:
     from foreroute.adapters.hf.indexers import FoundIndexers
+    from foreroute.replay import ForwardRows, RecordedPass
 
 MASKED = ("eager", "sdpa", "flex_attention")
 """Implementations of attention that transformers makes masks for. These keep sequences of a row apart where it is given
@@ -282,6 +282,8 @@ def rows_of_passes(passes: Sequence[RecordedPass], indexers: FoundIndexers | Non
 
 def _rows_of_pass(recorded: RecordedPass, width: int, indexers: FoundIndexers | None) -> ForwardRows:
     """Give the rows of its first positions, of which `width` are left."""
+    from foreroute.replay import ForwardRows  # attaching records nothing
+
     batch: ForwardTokens = recorded.args
     ids_BT, kept_BT, starts_BT = batch.on_host()
     kept_BT = kept_BT & (np.arange(kept_BT.shape[1]) < width)
