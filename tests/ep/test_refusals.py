@@ -8,7 +8,6 @@ from dataclasses import replace
 from datetime import timedelta
 
 import numpy as np
-import peft
 import pytest
 import torch
 import torch.distributed as dist
@@ -129,23 +128,16 @@ def test_a_model_whose_experts_foreroute_has_not_spread_is_refused_by_name(worke
         require_said(found, f"AttachError: {words}")
 
 
-def attached_otherwise(rank, folder):
-    partly = load_spread(folder)
-    del partly.model.layers[1].mlp.experts.__dict__[SITE]
-    experts = peft.LoraConfig(target_parameters=["experts.gate_up_proj"])
-    return said_by(hf.attach, partly), said_by(hf.attach, peft.get_peft_model(load_spread(folder), experts))
+def partly_spread(rank, folder):
+    model = load_spread(folder)
+    del model.model.layers[1].mlp.experts.__dict__[SITE]
+    return said_by(hf.attach, model)
 
 
-@pytest.mark.shows(
-    "Hugging Face",
-    'LoRA on experts that are spread over ranks by `ep_implementation="foreroute"`',
-    refused="PEFT lays out factors of all experts where only some are",
-)
 @pytest.mark.slow
-def test_a_model_spread_in_part_or_with_adapters_on_experts_is_refused(workers, folder_of):
-    for partly, adapted in workers(2).run(attached_otherwise, folder_of()):
-        require_said(partly, "AttachError: 3 routers are replayed, and 2 of their layers have experts that are spread")
-        require_said(adapted, "AttachError: base_model.model.model.layers.0.mlp.experts has adapters and is spread")
+def test_a_model_of_which_some_layers_are_spread_is_refused(workers, folder_of):
+    for found in workers(2).run(partly_spread, folder_of()):
+        require_said(found, "AttachError: 3 routers are replayed, and 2 of their layers have experts that are spread")
 
 
 def regrouped(rank, store, timeout_s):

@@ -9,7 +9,7 @@ V replicas here, N rows, D hidden size, E experts, G ranks of a group, W ranks t
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -36,10 +36,14 @@ class StackedReplicas(Replicas):
         cell: Cell,
         engine: TransferEngine,
         home: Mapping[str, Tensor],  # [E / G, ...], what home experts compute with, maybe a copy in another dtype
+        terms: Sequence[LowRankTerm] = (),  # of adapters, whose factors are among them
     ) -> None:
         super().__init__(cell, engine)
-        self.home = home
-        self._trained = [name for name, shard in home.items() if shard.requires_grad]
+        self.home, self.terms = home, terms
+        trained = {name for name, shard in home.items() if shard.requires_grad}
+        factors = {factor for term in terms for factor in term.factors}
+        adapted = {term.parameter for term in terms if term.scaling and not trained.isdisjoint(term.factors)}
+        self._trained = [name for name in home if name not in factors and name in trained | adapted]
         self._grads: dict[str, Tensor] = {}  # of those, as `ReplicaLinear` has made them
 
     def parameters(self) -> list[Tensor]:
@@ -60,7 +64,8 @@ class StackedReplicas(Replicas):
 
     def weight(self, name: str) -> Tensor:
         """Give the weight that the replicas compute with, [V, ...], while they are fetched."""
-        return self.weights[name].to(self.home[name].dtype)
+        weight = self.weights[name].to(self.home[name].dtype)
+        return adapt(name, {**self.weights, name: weight}, self.terms)
 
     def keep_grads(self, name: str, rows: Tensor, grad: Tensor, module: Any, groups: RowGroups) -> None:
         """Make the gradients of a weight and of its bias, of rows and of the gradient of what came of them."""
@@ -77,7 +82,11 @@ class StackedReplicas(Replicas):
             weight = self.weights[name]
             if name not in found:  # no replica is here, or no row came
                 found[name] = weight.new_zeros(weight.shape, dtype=wide_dtype(weight.dtype))
-        return found
+            grad = found[name]
+            for term in self.terms:
+                if term.parameter == name and term.scaling:
+                    found |= term.factor_grads(self.weights, grad, self.home[name].dtype)
+        return {name: grad for name, grad in found.items() if self.home[name].requires_grad}
 
     def add_returned(
         self, returned: dict[str, dict[int, Tensor]], grads: Sequence[Tensor | None]
@@ -93,6 +102,37 @@ class StackedReplicas(Replicas):
             # in place, as no other node is given them; each sum is made in float32 and rounded once
             torch._foreach_add_(rows, [each for name in self.home for each in returned.get(name, {}).values()])
         return totals
+
+
+class LowRankTerm(NamedTuple):
+    """What an adapter (LoRA) adds to a parameter in one pass: s B A of every expert."""
+
+    parameter: str  # its name; [experts, in, out] where `is_transposed`, else [experts, out, in]
+    factors: tuple[str, str]  # the names of A [experts, rank, in] and of B [experts, out, rank]
+    scaling: float  # s; 0 while the adapter is off
+    is_transposed: bool
+
+    def factor_grads(self, weights: Mapping[str, Tensor], grad: Tensor, dtype: torch.dtype) -> dict[str, Tensor]:
+        """Give the gradients of A and B, which were rounded to `dtype`, of that of the adapted weight [V, ...]."""
+        right, left = (weights[factor].to(dtype).to(grad.dtype) for factor in self.factors)
+        grad = grad.mT if self.is_transposed else grad
+        with torch.autocast(grad.device.type, enabled=False):
+            found = left.mT @ grad * self.scaling, grad @ right.mT * self.scaling
+        return dict(zip(self.factors, found, strict=True))
+
+
+def adapt(name: str, weights: Mapping[str, Tensor], terms: Sequence[LowRankTerm]) -> Tensor:
+    """Give the weight that experts compute with, [V, ...], of the parameter and its factors, [V, ...] by name."""
+    weight = weights[name]
+    for term in terms:
+        if term.parameter == name and term.scaling:
+            right, left = (weights[factor].to(weight.dtype) for factor in term.factors)
+            if term.is_transposed:
+                left, right = right.mT, left.mT
+            # as PEFT does it: what is adapted keeps its dtype
+            with torch.autocast(weight.device.type, enabled=False):
+                weight = torch.baddbmm(weight, left, right, alpha=term.scaling)
+    return weight
 
 
 class ReplicaLinear(torch.autograd.Function):

@@ -16,6 +16,7 @@ require_peers("torch", "transformers")
 
 if TYPE_CHECKING:
     from foreroute.adapters.hf.attaching import attach
+    from foreroute.adapters.hf.expert_lora import spread_adapters
     from foreroute.adapters.hf.loading import build_model
     from foreroute.adapters.hf.memory import draw_micro_batches, measure_memory
     from foreroute.adapters.hf.routed_transformer import RoutedTransformer
@@ -26,6 +27,7 @@ __all__ = [
     "build_model",
     "draw_micro_batches",
     "measure_memory",
+    "spread_adapters",
 ]
 
 _FILE_OF = {
@@ -34,6 +36,7 @@ _FILE_OF = {
     "build_model": "loading",
     "draw_micro_batches": "memory",
     "measure_memory": "memory",
+    "spread_adapters": "expert_lora",
 }
 
 

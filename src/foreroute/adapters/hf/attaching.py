@@ -50,7 +50,9 @@ def attach(model: nn.Module) -> RoutedTransformer:
     # imported when transformers has found our implementation: no experts are spread by it where it was never loaded
     spreading = sys.modules.get("foreroute.adapters.hf.expert_parallel")
     if spreading is not None:
-        spreading.require_unadapted(model)  # the first forward would fail
+        from foreroute.adapters.hf.expert_lora import require_adapters_spread
+
+        require_adapters_spread(model)  # the first forward would fail
 
     def make_hooks(model: nn.Module, trunk: nn.Module, routers: list[SelectingRouter]) -> TransformerHooks:
         return TransformerHooks(model, trunk, routers, spec_of(model, routers), find_indexers(model, trunk))

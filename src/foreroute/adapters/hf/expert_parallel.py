@@ -30,7 +30,7 @@ from foreroute.core.hooks import ModelHooks
 from foreroute.core.recompute import bind
 from foreroute.ep import ExpertParallelModel
 from foreroute.ep.agreement import RankConsensus
-from foreroute.ep.compute import StackedReplicas
+from foreroute.ep.compute import LowRankTerm, StackedReplicas, adapt
 from foreroute.ep.dispatch import ExchangeRows, ReorderRows
 from foreroute.ep.execution import CellWork, find_cells, work_of
 from foreroute.ep.transfer.home_moves import MovingRanks, agree_on_homes, inspect_stacked, local_experts, move_layers
@@ -50,17 +50,6 @@ REPLICA_DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 """Dtypes of weights that replicas compute with. Those of 8 bits and less are not: their scales do not travel."""
 LAYOUT = ("has_gate", "has_bias", "is_transposed", "_apply_gate")
 """What transformers' `use_experts_implementation` puts on an experts module, and `foreroute.ep.compute` reads."""
-
-
-def require_unadapted(model: nn.Module) -> None:
-    """Raise `AttachError` when experts that are spread have adapters, whose factors are those of all experts."""
-    for path, module in model.named_modules():
-        if SITE in module.__dict__ and path.endswith(".base_layer"):
-            raise AttachError(
-                f"{path.removesuffix('.base_layer')} has adapters and is spread over ranks by foreroute, which is not "
-                "supported; leave experts out of target_parameters, or load the base without ep_implementation="
-                '"foreroute"'
-            )
 
 
 def find_spread_experts(model: nn.Module, routers: Sequence[str]) -> SpreadExperts | None:
@@ -123,6 +112,8 @@ class ForerouteEP(AutoEP):
         self.owned: Mapping[str, Tensor] = {}
         self._updated: list[nn.Parameter] = []
         self.row_E: Tensor | None = None  # int64, the row of each expert among all; None while in order of their ids
+        self.wrappers: list[Any] = []  # of PEFT around the experts module, whose adapters are spread with it
+        self.active: list[tuple[Any, str]] = []  # those in whose forward experts run, each with an adapter that is on
         experts.__dict__[SITE] = self
 
     def __call__(self, hidden_ND: Tensor, ids_NK: Tensor, weights_NK: Tensor) -> Tensor:
@@ -170,10 +161,9 @@ class ForerouteEP(AutoEP):
         # `Dispatch` of `foreroute.ep`, with which gate weights travel: decision 0014.
         ids_A, top_k = ids_NK.reshape(-1), ids_NK.shape[1]
         rows = work.begin(ids_A.new_zeros(self.num_experts).index_add_(0, ids_A, torch.ones_like(ids_A)))
-        home: dict[str, Tensor] = dict(self.parameters())
-        replicas = None
+        (home, terms), replicas = self._home(), None
         if work.has_replicas:
-            replicas = StackedReplicas(work.cell, work.cells.engine, home)
+            replicas = StackedReplicas(work.cell, work.cells.engine, home, terms)
             home = dict(zip(home, replicas.register(), strict=True))
 
         # the assignment of each row that is sent; sorted as "all_to_all" sorts, since in another order bits may differ
@@ -191,7 +181,7 @@ class ForerouteEP(AutoEP):
         else:
             # as they arrived, since the module sorts by itself; no replica is here that would read them
             at_home, at_replicas, local_N = arrived, arrived, group_N.index_select(0, rows.return_permutation)
-        with self._computing_with(home) if replicas is not None else nullcontext():
+        with self._computing_with(home, terms) if terms or replicas is not None else nullcontext():
             computed = self._compute_home(at_home, local_N)
         if replicas is not None:
             computed = replicas.compute(computed, self.experts, at_replicas, rows.replicas)
@@ -205,7 +195,8 @@ class ForerouteEP(AutoEP):
     def _run_unplanned(self, hidden_ND: Tensor, ids_NK: Tensor, weights_NK: Tensor) -> Tensor:
         """Leave rows to transformers' own choice."""
         ids_NK = ids_NK if self.row_E is None else self.row_E[ids_NK]
-        out: Tensor = super().__call__(hidden_ND, ids_NK, weights_NK)
+        with self._computing_with(*self._home()) if self.wrappers else nullcontext():
+            out: Tensor = super().__call__(hidden_ND, ids_NK, weights_NK)
         return out
 
     def _slice(self, rows: Tensor) -> Tensor:
@@ -222,12 +213,35 @@ class ForerouteEP(AutoEP):
         out: Tensor = self.experts_forward(rows_ND, local_N.unsqueeze(-1), rows_ND.new_ones((len(rows_ND), 1)))
         return out[:0] if is_empty else out
 
+    def _home(self) -> tuple[dict[str, Tensor], list[LowRankTerm]]:
+        """Give what a pass has of the experts here, [E / G, ...] by name, and what adapters add to it."""
+        home: dict[str, Tensor] = dict(self._weights())
+        terms = []
+        for term, pair in self._adapters():
+            for name, factor in pair.items():
+                home[name] = factor.gather_group() if term.scaling else factor.gather_group().detach()
+            terms.append(term)
+        return home, terms
+
+    def _adapters(self) -> Iterator[tuple[LowRankTerm, dict[str, Any]]]:
+        """Give what each adapter adds now, 0 times where it is off, and its factors A and B by name."""
+        for wrapper in self.wrappers:
+            parameter, is_transposed = wrapper.parameter_name, not wrapper._did_swap_in_out_features
+            for name, factor_A in wrapper.lora_A.items():
+                if hasattr(factor_A, "gather_group"):  # or it was added since, and is refused when it is switched on
+                    names = f"{parameter}.{name}.A", f"{parameter}.{name}.B"
+                    scaling = float(wrapper.scaling[name]) if (wrapper, name) in self.active else 0.0
+                    term = LowRankTerm(parameter, names, scaling, is_transposed)
+                    yield term, dict(zip(names, (factor_A, wrapper.lora_B[name]), strict=True))
+
     @contextmanager
-    def _computing_with(self, weights: Mapping[str, Any]) -> Iterator[None]:
+    def _computing_with(self, weights: Mapping[str, Tensor], terms: Sequence[LowRankTerm]) -> Iterator[None]:
         """Replace the parameters while experts compute."""
         # no longer than that, or transformers takes these for weights that a kernel has replaced
         parameters = dict(self.experts._parameters)
-        self.experts._parameters.update(weights)
+        self.experts._parameters.update(
+            {name: adapt(name, weights, terms) for name in self._weights()}  # type: ignore[misc]
+        )
         try:
             yield
         finally:
@@ -236,7 +250,10 @@ class ForerouteEP(AutoEP):
     # what `SpreadExperts` asks for
 
     def parameters(self) -> dict[str, nn.Parameter]:
-        """Give what the module has now: sharded between passes, what is computed with in one."""
+        """Give what the module has now: sharded between passes, what is computed with in one. And adapters' factors."""
+        return self._weights() | {name: each.weight for _, pair in self._adapters() for name, each in pair.items()}
+
+    def _weights(self) -> dict[str, nn.Parameter]:
         return {name: each for name, each in self.experts._parameters.items() if each is not None}
 
     @property
@@ -251,7 +268,7 @@ class ForerouteEP(AutoEP):
             return (
                 f"{self.path} is a {name_of_class}, whose layout transformers does not declare ({', '.join(lacking)})"
             )
-        for name, each in self.parameters().items():
+        for name, each in self._weights().items():
             if not WEIGHT.fullmatch(name):
                 return f"{self.path}.{name} is none of gate_up_proj, up_proj and down_proj, and no _bias of these"
             if each.dtype not in REPLICA_DTYPES:
@@ -264,8 +281,10 @@ class ForerouteEP(AutoEP):
         if isinstance(self.experts, FSDPModule):
             self.experts.reshard()  # a forward without a backward may have left them whole
         parameters = self.parameters()
-        self.owned = {name: local_experts(each) for name, each in parameters.items()}
-        self._updated = list(parameters.values())
+        owned = {name: local_experts(each) for name, each in parameters.items()}
+        if self.spread is not None and owned.keys() != self.owned.keys():
+            self.spread.close()  # adapters have come or gone
+        self.owned, self._updated = owned, list(parameters.values())
 
     @property
     def versions(self) -> tuple[int, ...]:

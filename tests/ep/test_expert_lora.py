@@ -1,0 +1,259 @@
+"""LoRA of PEFT on experts that are spread over ranks: trained, switched, moved, saved and refused as on one process.
+
+The truth is PEFT on one process, in float64, on the batches of all ranks. Each test stands behind the function that
+worker processes run for it.
+"""
+
+from contextlib import ExitStack
+from unittest.mock import patch
+
+import numpy as np
+import peft
+import pytest
+import torch
+import torch.distributed as dist
+
+from foreroute.adapters import hf
+from foreroute.ep.compute import StackedReplicas
+from foreroute.errors import AttachError, PlacementError
+from foreroute.testing.models import tiny
+from tests.adapters.hf.model_runs import batch_of, random_routes
+from tests.ep.spread_models import load_spread, run, sharded
+from tests.ep.transfer.plans import split_plan
+
+MATRICES = ["experts.gate_up_proj", "experts.down_proj"]
+WITHIN = 1e-12
+"""Of values near 1 in float64, which are sums of some hundred terms at most."""
+RATE, LEAST = 1e-2, 1e-4
+"""Of AdamW, which divides what is left of a gradient by no less than the latter."""
+ONE_GROUP = (2, {"fsdp_size": 2, "ep_size": 2})
+TWO_GROUPS = (4, {"fsdp_size": 4, "ep_size": 2})
+PLAN = 3
+"""The seed of random replicas and splits; None for every expert at its home."""
+
+
+def base_of(family):
+    return tiny(family, seed=1).double()
+
+
+def with_lora(model, seed=0, parameters=MATRICES):
+    """With two adapters, whose factors are all drawn; the first is on."""
+    torch.manual_seed(seed)
+    draw = {"target_parameters": parameters, "init_lora_weights": False}
+    model = peft.get_peft_model(model, peft.LoraConfig(r=3, **draw))
+    model.add_adapter("other", peft.LoraConfig(r=2, lora_alpha=3, **draw))
+    return model.eval()
+
+
+def furthest(found, expected):
+    """Of factors as ranks have them from those that PEFT lays out."""
+    by_expert = {
+        name: each.unflatten(1, (-1, 8)).movedim(2, 0) if "_B" in name else each.unflatten(0, (8, -1))
+        for name, each in expected.items()
+    }
+    return max(float((found[name] - each).abs().max()) for name, each in by_expert.items())
+
+
+class Pair:
+    """The same adapted model on one process and on all, and a batch of each rank, every token with random routes."""
+
+    def __init__(self, rank, family, folder, sizes):
+        self.rank, self.batches = rank, [batch_of(9, 9, seed=each) for each in range(dist.get_world_size())]
+        self.alone = with_lora(base_of(family))
+        # ranks draw other factors, of which the first one's count
+        mine = with_lora(load_spread(folder, dtype=torch.float64, **sizes), seed=rank)
+        state = torch.get_rng_state()
+        with patch.object(torch.cuda, "manual_seed_all", side_effect=AssertionError("seeds every GPU")):
+            self.model = hf.spread_adapters(mine)
+        assert torch.equal(torch.get_rng_state(), state)
+        self.plainly, self.routed = hf.attach(self.alone), hf.attach(self.model)
+        self.traces = [random_routes(self.routed.spec, each, seed) for seed, each in enumerate(self.batches)]
+
+    def contexts(self, *plan):
+        """Those of a forward by the plan of a seed, or by no plan."""
+        mine = [self.traces[self.rank]]
+        if not plan:
+            return [self.routed.replay(*mine)]
+        counts_MLGE = self.routed.gather_counts(mine)
+        made = None if plan == (None,) else split_plan(*plan, counts_MLGE, self.routed.home_LE)
+        return [self.routed.execute(made, counts_MLGE, mine), self.routed.replay(*mine)]
+
+    def expected(self):
+        """Logits and gradients of one process, which are the mean over batches."""
+        each = zip(self.batches, self.traces, strict=True)
+        parts = [run(self.alone, batch, self.plainly.replay(trace)) for batch, trace in each]
+        return parts[self.rank][0], {name: sum(part[1][name] for part in parts) / len(parts) for name in parts[0][1]}
+
+    def off(self, expected, mean, *plan):
+        """How far logits and gradients are off those of one process."""
+        logits, grads = run(self.model, self.batches[self.rank], *self.contexts(*plan))
+        assert grads.keys() == mean.keys()
+        assert len(mean) == 2 * 2 * 3
+        return float((logits - expected).abs().max()), furthest(grads, mean)
+
+    def logits(self, *plan):
+        """Of the spread model and of one process."""
+        with torch.no_grad(), ExitStack() as stack:
+            for each in [*self.contexts(*plan), self.plainly.replay(self.traces[self.rank])]:
+                stack.enter_context(each)
+            batch = self.batches[self.rank]
+            return tuple(model(**batch, use_cache=False).logits for model in (self.model, self.alone))
+
+    def step(self, optimizers, *plan):
+        """Train both. How far the factors are off then, those of the ranks in order of ids."""
+        grads = self.expected()[1]
+        for name, each in self.alone.named_parameters():
+            each.grad = grads.get(name)
+        with ExitStack() as stack:
+            for each in self.contexts(*plan):
+                stack.enter_context(each)
+            batch = self.batches[self.rank]
+            self.model(**batch, labels=batch["input_ids"], use_cache=False).loss.backward()
+        for each in optimizers:
+            each.step()
+            each.zero_grad()
+        return furthest(dict(self.routed.gather_weights()), factors_of(self.alone))
+
+
+def factors_of(model):
+    return {name: each.detach() for name, each in model.named_parameters() if "lora_" in name}
+
+
+def trained(rank, family, folder, sizes):
+    """By way of running: how far logits and gradients are off; and shapes of factors here."""
+    pair = Pair(rank, family, folder, sizes)
+    truth = pair.expected()
+    found = {"no plan": pair.off(*truth), "known splits": pair.off(*truth, None), "replicas": pair.off(*truth, PLAN)}
+    with patch.object(StackedReplicas, "add_returned", lambda self, returned, grads: list(grads)):
+        found["gradients lost"] = pair.off(*truth, PLAN)
+    pair.model.train()
+    pair.model.enable_input_require_grads()
+    pair.model.gradient_checkpointing_enable()
+    found |= {"checkpointed": pair.off(*truth), "replicas, checkpointed": pair.off(*truth, PLAN)}
+    shapes = {tuple(each.to_local().shape) for name, each in factors_of(pair.model).items() if "default" in name}
+    return found, shapes
+
+
+@pytest.mark.shows("Hugging Face", "LoRA on experts under expert parallelism, with executed plans")
+@pytest.mark.parametrize(
+    ("family", "layout"),
+    [
+        pytest.param("qwen3_moe", ONE_GROUP, marks=pytest.mark.exhaustive, id="one_group"),
+        pytest.param("gpt_oss", ONE_GROUP, marks=pytest.mark.slow, id="transposed"),
+        pytest.param("qwen3_moe", TWO_GROUPS, marks=pytest.mark.exhaustive, id="two_groups"),
+    ],
+)
+def test_logits_and_gradients_are_those_of_one_process(workers, folder_of, family, layout):
+    num_ranks, sizes = layout
+    for found, shapes in workers(num_ranks).run(trained, family, folder_of(family), sizes):
+        lost = found.pop("gradients lost")
+        assert {way: max(off) < WITHIN for way, off in found.items()} == dict.fromkeys(found, True), found
+        assert lost[0] < WITHIN
+        assert lost[1] > 1e-3, "the control: gradients of replicas are part of these"
+        per_owner = 8 // (num_ranks // sizes.get("dp_replicate_size", 1))
+        assert {shape[0] for shape in shapes} == {per_owner}
+
+
+def lived(rank, folder):
+    """How far off one process adapters are, whatever they do; and what they do."""
+    pair = Pair(rank, "qwen3_moe", folder, ONE_GROUP[1])
+    models, found = (pair.model, pair.alone), {}
+    optimizers = [
+        torch.optim.AdamW(each.parameters(), lr=RATE, eps=LEAST) for each in (sharded(pair.model), pair.alone)
+    ]
+    found["trained"] = pair.step(optimizers, PLAN)
+    given = {
+        "on": lambda model: None,
+        "merged": lambda model: model.merge_adapter(),
+        "unmerged": lambda model: model.unmerge_adapter(),
+        "other": lambda model: model.set_adapter("other"),
+        "off": lambda model: model.base_model.disable_adapter_layers(),
+        "on again": lambda model: model.base_model.enable_adapter_layers(),
+    }
+    logits = {}
+    for way, switch in given.items():
+        for model in models:
+            switch(model)
+        for plan in ((), (PLAN,)):
+            logits[way], alone = pair.logits(*plan)
+            found[way, plan] = float((logits[way] - alone).abs().max())
+    found["other trained"] = pair.step(optimizers, PLAN)
+    pair.routed.move_homes(np.random.default_rng(0).permuted(pair.routed.home_LE, axis=1), optimizers[0])
+    for refused in (pair.model.state_dict, lambda: hf.spread_adapters(pair.model)):
+        with pytest.raises(PlacementError):
+            refused()
+    found["moved"] = max(pair.step(optimizers, PLAN + step) for step in range(2))
+    pair.routed.move_homes(pair.routed.block_home_LE, optimizers[0])
+    found["back"] = pair.step(optimizers)
+    pair.model, pair.alone = (each.unload() for each in models)
+    logits["unloaded"], alone = pair.logits(PLAN)
+    found["unloaded"] = float((logits["unloaded"] - alone).abs().max())
+    return found, logits
+
+
+@pytest.mark.slow
+def test_adapters_are_trained_switched_merged_moved_and_unloaded_as_on_one_process(workers, folder_of):
+    for found, logits in workers(2).run(lived, folder_of("qwen3_moe")):
+        assert {way: off < WITHIN for way, off in found.items()} == dict.fromkeys(found, True), found
+        differ = [float((logits["on"] - logits[way]).abs().max()) for way in ("merged", "other", "off", "unloaded")]
+        assert differ[0] < WITHIN
+        assert min(differ[1:]) > 1e-3, "the control: they do something"
+
+
+def saved(rank, folder, written):
+    """Write adapters; take up others, twice as large; whether those are there."""
+    model = hf.spread_adapters(with_lora(load_spread(folder, dtype=torch.float64)))
+    model.save_pretrained(written, is_main_process=rank == 0)
+    given = {name: 2 * each for name, each in peft.get_peft_model_state_dict(model).items()}
+    peft.set_peft_model_state_dict(model, given)
+    taken = peft.get_peft_model_state_dict(model)
+    return all(torch.equal(taken[name], each) for name, each in given.items())
+
+
+@pytest.mark.slow
+def test_peft_loads_what_ranks_save_together_and_ranks_load_it(workers, folder_of, tmp_path):
+    written = tmp_path / "adapters"
+    assert workers(2).run(saved, folder_of("qwen3_moe"), written) == [True, True]
+    loaded = peft.PeftModel.from_pretrained(base_of("qwen3_moe"), written)
+    loaded.load_adapter(written / "other", "other")
+    expected = factors_of(with_lora(base_of("qwen3_moe")))
+    assert len(expected) == 2 * 2 * 2 * 3
+    assert all(torch.equal(each, expected[name]) for name, each in factors_of(loaded).items())
+
+
+def refused(rank, folder):
+    """What is said of adapters that are not spread, are added later, or are none that can be spread."""
+
+    def said(function, *args, **kwargs):
+        with pytest.raises(AttachError) as raised:
+            function(*args, **kwargs)
+        return str(raised.value)
+
+    def spread():
+        return load_spread(folder, dtype=torch.float64)
+
+    model, batch = with_lora(spread()), batch_of(9, seed=rank)
+    found = [said(hf.attach, model)]
+    hf.spread_adapters(model)
+    model.add_adapter("late", model.peft_config["default"])
+    model(**batch)
+    model.set_adapter("late")
+    found.append(said(model, **batch))
+    hf.spread_adapters(model)(**batch)
+    found.append(said(hf.spread_adapters, spread()))
+    found.append(said(hf.spread_adapters, with_lora(base_of("gpt_oss"))))
+    found.append(said(hf.spread_adapters, with_lora(spread(), parameters=["experts.down_proj_bias"])))
+    return found
+
+
+@pytest.mark.slow
+def test_adapters_that_are_not_spread_are_refused_and_by_name(workers, folder_of):
+    for found in workers(2).run(refused, folder_of("gpt_oss")):
+        assert "is wrapped by ParamWrapper of down_proj_bias; expected LoRA of PEFT 0.21 on gate_up_proj" in found.pop()
+        assert [each.partition(";")[0] for each in found] == [
+            "adapter default of gate_up_proj has the factors of all experts here, where only some experts are",
+            "adapter late of down_proj has the factors of all experts here, where only some experts are",
+            "no experts of this FSDPGptOssForCausalLM have adapters and are spread by foreroute",
+            "no experts of this PeftModel have adapters and are spread by foreroute",
+        ]
+        assert all("call hf.spread_adapters(model)" in each for each in found[:2])
