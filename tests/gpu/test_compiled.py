@@ -101,6 +101,20 @@ def test_captured_training_steps_take_the_routes_of_their_session(reduced):
         assert 0 < shared < 1, f"step {seed}: telemetry says that {shared:.2f} of picks are the routers' own"
 
 
+def test_what_is_generated_over_a_static_cache_is_replayed(device):
+    """On a GPU `generate` compiles its steps."""
+    case = case_of("qwen3_moe", device)
+    routed, prompts = case.routed, case.batch["input_ids"][:2, :6]
+    settings = {"max_new_tokens": 4, "do_sample": False, "pad_token_id": 0, "eos_token_id": None}
+    with routed.record() as recording:
+        sampled = routed.model.generate(
+            prompts, attention_mask=torch.ones_like(prompts), cache_implementation="static", **settings
+        )
+    with routed.replay(recording.rollout(sampled)) as session, torch.no_grad():
+        routed.model(input_ids=sampled, use_cache=False)
+    assert session.num_forwards == 1
+
+
 def test_a_graph_captured_before_does_not_pass_for_a_replay_or_a_recording(device):
     if device.type != "cuda":
         pytest.skip("it takes a GPU")

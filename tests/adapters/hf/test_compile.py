@@ -4,9 +4,11 @@ The oracle is the same model, eager. Backend `aot_eager` runs what AOTAutograd m
 backward cut apart, recomputation and mutation included) without waiting for a C++ compiler.
 """
 
+import numpy as np
 import pytest
 import torch
 from torch._dynamo.utils import counters
+from transformers import StaticCache
 
 from foreroute.adapters import hf
 from foreroute.testing.models import tiny
@@ -110,3 +112,21 @@ def test_other_models_compiled_in_the_process_are_replayed_too():
     for seed, each in enumerate(routed):
         compiled = torch.compile(each.model, backend="eager", dynamic=True)
         assert_same(step(each, compiled, seed), step(eager, eager.model, seed))
+
+
+@pytest.mark.slow
+def test_decode_steps_over_a_static_cache_share_a_graph():
+    """As `generate` compiles them on a GPU: how many positions the cache holds is no part of the graph."""
+    [routed] = attached()
+    model, tokens = routed.model.eval(), batch_of(7, 7)["input_ids"]
+    compiled = torch.compile(model, backend="eager")
+    with routed.record() as recording, torch.no_grad():
+        cache = StaticCache(config=model.config, max_cache_len=12)
+        for first, last, call in ((0, 4, model), (4, 5, compiled), (5, 6, compiled), (6, 7, compiled)):
+            positions = torch.arange(first, last)[None]
+            call(input_ids=tokens[:, first:last], position_ids=positions, past_key_values=cache)
+    assert graphs() == 2, "of the trunk and of the head"
+    with routed.record() as whole, torch.no_grad():
+        model(input_ids=tokens, use_cache=False)
+    seen, expected = (np.sort(each.trace().expert_ids_NLK) for each in (recording, whole))
+    assert np.array_equal(seen, expected)

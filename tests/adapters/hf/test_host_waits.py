@@ -41,6 +41,12 @@ def with_positions(side):
     return batch | {"position_ids": (batch["attention_mask"].cumsum(1) - 1).clip(0)}
 
 
+def as_pattern(batch):
+    """With the pattern of causal attention that `generate` makes of a mask for a static cache."""
+    kept, causal = batch["attention_mask"].astype(bool), np.tril(np.ones((9, 9), bool))
+    return batch | {"attention_mask": (causal & kept[:, None])[:, None]}
+
+
 def packed(*rows):
     """The sequences of each row one after the other, as many tokens in each, with positions."""
     return {
@@ -53,6 +59,7 @@ BATCHES = {
     "left": padded("left"),
     "right": padded("right"),
     "left, with positions": with_positions("left"),
+    "right, as a pattern": as_pattern(padded("right")),
     "packed": packed([0, 1, 2]),
     "packed, with lengths": packed([0, 1, 2]) | {"cu_seq_lens_q": OFFSETS, "cu_seq_lens_k": OFFSETS},
     "packed in two rows": packed([0, 1], [2]),
@@ -153,6 +160,11 @@ REFUSED = {
     "other token": ("right", put("input_ids", (2, 5), 3), "sequence 2, position 5: token 3 in the batch, 15 in"),
     "other token, left": ("left", put("input_ids", (1, 8), 3), "sequence 1, position 3: token 3 in the batch, 9 in"),
     "no mask": ("right", put("attention_mask", (0, 0), 2), "attention_mask holds 2"),
+    "another pattern": (
+        "right, as a pattern",
+        put("attention_mask", (2, 0, 6, 3), False),
+        r"attention_mask is of shape \(3, 1, 9, 9\), another pattern than the causal one of a batch",
+    ),
     "other start": ("packed", put("position_ids", (0, 3), 0), "the batch has 4 sequences and the trace has 3"),
     "other lengths": ("packed, with lengths", put("cu_seq_lens_q", 1, 4), "restart at 0 elsewhere than at the offsets"),
     "other end": ("packed, with lengths", put("cu_seq_lens_q", 3, 20), "run from 0 to 20; expected 0 to 18"),

@@ -53,9 +53,19 @@ def sampled(routed, *, tokens=8, samples=1, end=None, **options):
     return recording, output, mask
 
 
-@pytest.mark.parametrize(("samples", "end"), [(1, [2, 5, 0]), (2, [1, 4, 8, 0, 2, 2])])
-def test_a_rollout_is_what_one_forward_over_it_routes(routed, samples, end):
-    recording, output, mask = sampled(routed, samples=samples, end=end)
+@pytest.mark.parametrize(
+    ("samples", "end", "attention"),
+    [
+        (1, [2, 5, 0], None),
+        pytest.param(2, [1, 4, 8, 0, 2, 2], "sdpa", marks=pytest.mark.shows("Hugging Face", "static key-value cache")),
+        (1, [2, 5, 0], "eager"),
+    ],
+)
+def test_a_rollout_is_what_one_forward_over_it_routes(routed, samples, end, attention):
+    """With a static cache too, for which `generate` makes patterns of masks, of truths or of numbers."""
+    options = {"cache_implementation": "static"} if attention else {}
+    routed.model.set_attn_implementation(attention or "sdpa")
+    recording, output, mask = sampled(routed, samples=samples, end=end, **options)
     rollout = recording.rollout(output, mask)
     with routed.record() as whole, torch.no_grad():
         routed.model(input_ids=output, attention_mask=mask)
@@ -71,12 +81,16 @@ def test_a_rollout_is_what_one_forward_over_it_routes(routed, samples, end):
 
 
 @pytest.mark.shows(
-    "Hugging Face", "a static key-value cache in `generate`", refused="its masks hardly say what is padding"
+    "Hugging Face",
+    "static key-value cache where every layer has a sliding window",
+    refused="its masks do not say what is padding",
 )
-@pytest.mark.parametrize("family", ["qwen3_moe", "gpt_oss"])
-def test_a_rollout_with_a_static_cache_is_refused(family):
-    with pytest.raises(BatchMismatchError, match='cache_implementation="dynamic"'):
-        sampled(hf.attach(tiny(family).eval()), cache_implementation="static")
+def test_masks_of_sliding_windows_alone_are_refused():
+    routed = hf.attach(tiny("mixtral", sliding_window=6).eval())
+    with pytest.raises(BatchMismatchError, match=r"generate.*cache_impl"):
+        sampled(routed, cache_implementation="static")
+    recording, output, mask = sampled(routed)
+    assert recording.rollout(output, mask).lengths.tolist() == mask.sum(1).tolist()
 
 
 @pytest.mark.parametrize(("pad", "behind", "is_told"), [(PAD, PAD, True), (None, END, True), (9, PAD, False)])

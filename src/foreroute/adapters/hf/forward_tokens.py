@@ -16,6 +16,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
+from torch.nn import functional
 
 from foreroute.adapters.hf.pixels import ARGUMENTS, ImageTokens, given_images, pixel_stream, warn_of_unbound
 from foreroute.core.caches import NO_CACHE, given_cache
@@ -33,7 +34,6 @@ MASKED = ("eager", "sdpa", "flex_attention")
 """Implementations of attention that transformers makes masks for. These keep sequences of a row apart where it is given
 `position_ids` without an attention mask and without a cache (`masking_utils._preprocess_mask_arguments`), and ignore
 `cu_seq_lens_q`. Kernels of varying lengths look at positions or offsets themselves."""
-WANTED = f'{WANTED_MASK}. For a static cache `generate` makes others of it: cache_implementation="dynamic" does not'
 
 
 @dataclass(eq=False, repr=False)
@@ -41,7 +41,9 @@ class ForwardTokens:
     """The arguments of one forward that tell which token is where, on their device."""
 
     input_ids: Tensor  # integers [B, T]
-    mask: Tensor | None  # zeros and ones [B, T' >= T]
+    # zeros and ones [B, T' >= T], or the causal pattern [B, 1, T, T' >= T] that `generate` makes of them for a static
+    # cache: bool, or 0 where a token attends to another
+    mask: Tensor | None
     # [B, T] or [1, T]; of images [A, B, T] or [A, 1, T], on three axes, or behind those of text on four
     position_ids: Tensor | None
     cumulative: Tensor | None  # offsets of packed sequences, `cu_seq_lens_q`
@@ -51,6 +53,7 @@ class ForwardTokens:
     begins: bool = False  # whether the first token of each row must be at position 0: no cache holds any before
     is_masked: bool = False  # whether attention is of `MASKED`
     keeps_cache: bool = False  # whether the model is given a key-value cache, or makes one
+    is_causal: Tensor | None = field(init=False, default=None)  # bool [], whether a pattern is that of a batch
 
     def __post_init__(self) -> None:
         self.pixel_names = tuple(self.pixels)
@@ -59,6 +62,9 @@ class ForwardTokens:
         self.device = self.input_ids.device
         # What shapes say is read here. What only the values say is refused when they are asked for.
         if self.mask is not None:
+            self._mask_shape = tuple(self.mask.shape)
+            if self.mask.ndim == 4:
+                self.mask, self.is_causal = _read_pattern(self.mask, self.shape, self.past)
             _require_shape(self.mask, self.shape, self.past)
         # whether arguments say where sequences begin, so that a row of the batch may hold several
         self.may_be_packed = not self.past and (self.cumulative is not None or self.position_ids is not None)
@@ -75,6 +81,8 @@ class ForwardTokens:
         """Find the arguments among those of a call whose parameters have these names."""
         given = dict(zip(names, args, strict=False)) | kwargs
         input_ids, mask, positions = given.get("input_ids"), given.get("attention_mask"), given.get("position_ids")
+        if isinstance(mask, dict) and mask:  # by kind of layer; the values say whether one tells what is padding
+            mask = mask.get("full_attention", next(iter(mask.values())))
         if not isinstance(input_ids, Tensor):
             raise BatchMismatchError(
                 "the forward got no input_ids; pass tokens, so that routes and batch can be checked to belong together"
@@ -82,7 +90,7 @@ class ForwardTokens:
         if input_ids.ndim != 2 or input_ids.is_floating_point() or input_ids.dtype == torch.bool:
             raise BatchMismatchError(f"input_ids are {_described(input_ids)}; expected integers [batch, tokens]")
         if mask is not None and not isinstance(mask, Tensor):
-            raise BatchMismatchError(f"attention_mask is a {type(mask).__name__}; {WANTED}")
+            raise BatchMismatchError(f"attention_mask is a {type(mask).__name__}; {WANTED_MASK}")
         if isinstance(positions, Tensor) and positions.ndim == 1:
             positions = positions[None]
         if not isinstance(positions, Tensor) or positions.ndim not in (2, 3):
@@ -116,6 +124,8 @@ class ForwardTokens:
             kept = mask == 1
             wrongs.append((mask != kept).any())
             kept_BT = kept[:, kept.shape[1] - width :]  # cached positions stand before them
+        if self.is_causal is not None:
+            wrongs.append(~self.is_causal)
         if not self.may_be_packed:
             return kept_BT, None, wrongs
         starts_BT = kept_BT & (kept_BT.cumsum(1) == 1)
@@ -166,6 +176,11 @@ class ForwardTokens:
 
     def raise_wrong(self) -> None:
         """Raise `BatchMismatchError` for arguments that are not those of a batch of whole sequences. Waits for them."""
+        if self.is_causal is not None and not self.is_causal:
+            raise BatchMismatchError(
+                f"attention_mask is of shape {self._mask_shape}, another pattern than the causal one of a batch; "
+                f"{WANTED_PATTERN}"
+            )
         kept_BT = np.ones(self.shape, np.bool_)
         if self.mask is not None:
             kept_BT = kept_by(to_host(self.mask))[:, self.mask.shape[1] - self.shape[1] :]
@@ -235,9 +250,35 @@ class ForwardTokens:
         return kept
 
 
+WANTED_PATTERN = (
+    f"{WANTED_MASK}, or the causal pattern [batch, 1, tokens, keys] that `generate` makes of it for a static cache. A "
+    'sliding window hides what is padding: generate with cache_implementation="dynamic"'
+)
+
+
+def _read_pattern(pattern: Tensor, shape: tuple[int, int], past: int) -> tuple[Tensor, Tensor]:
+    """Find the mask [B, past + T] that a causal pattern was made of; and bool [], whether it is the pattern of that."""
+    (rows, width), end = shape, past + shape[1]
+    is_boolean = pattern.dtype == torch.bool
+    if (
+        pattern.shape[:3] not in ((rows, 1, width), (1, 1, width))
+        or pattern.shape[3] < end
+        or not (is_boolean or pattern.is_floating_point())
+    ):
+        raise BatchMismatchError(f"attention_mask is {_described(pattern)}; {WANTED_PATTERN}")
+    attends_BTK = (pattern if is_boolean else pattern == 0)[:, 0]
+    # The last token of a row attends to all before it that are no padding. Whether others do just so is asked on the
+    # device; to what padding attends does not matter.
+    mask = attends_BTK[:, -1, :end]
+    keys, queries = (torch.arange(num, device=pattern.device) for num in (pattern.shape[3], width))
+    kept = functional.pad(mask, (0, pattern.shape[3] - end))[:, None]
+    is_other_BTK = attends_BTK != (kept & (keys <= past + queries[:, None]))
+    return mask.expand(rows, end), ~(is_other_BTK & mask[:, past:, None]).any()
+
+
 def _require_shape(mask: Tensor, shape: tuple[int, int], past: int) -> None:
     if mask.ndim != 2 or mask.shape[0] != shape[0] or mask.shape[1] < shape[1]:
-        raise BatchMismatchError(f"attention_mask is {tuple(mask.shape)}; {WANTED}")
+        raise BatchMismatchError(f"attention_mask is {tuple(mask.shape)}; {WANTED_MASK}")
     if not past and mask.shape[1] > shape[1]:
         raise BatchMismatchError(f"attention_mask is {tuple(mask.shape)} for {shape[1]} tokens a sequence, {NO_CACHE}")
 
