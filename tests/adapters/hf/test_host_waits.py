@@ -215,6 +215,28 @@ def test_traces_and_layouts_are_taken_and_refused_there(side, missing, layout, m
         replayed(there, given_on(DEVICE, BATCHES[side]), trace_of(there.spec, missing), layout=layout)
 
 
+def test_rows_made_once_are_compared_with_every_batch_though_nobody_counts_who_writes_to_it():
+    """As a broadcast of c10d fills a buffer, which raises no version of a tensor."""
+    with other_device():
+        routed = model_there()
+        rows, given = routed.rows(trace_of(routed.spec)), given_on(DEVICE, padded("left"))
+        buffers = {name: each.values_here.numpy() for name, each in given.items()}
+        replayed(routed, given, rows)
+        buffers["input_ids"][1, 8] = 3
+        assert not given["input_ids"]._version
+        with pytest.raises(BatchMismatchError, match="sequence 1, position 3: token 3 in"):
+            replayed(routed, given, rows)
+        buffers["input_ids"][:] = padded("left")["input_ids"]
+        replayed(routed, given, rows)
+        for name, values in padded("right").items():
+            buffers[name][:] = values
+        # where nobody may wait to see that rows must be found anew
+        with pytest.raises(BatchMismatchError, match=r"tensors.*overwritten"):
+            replayed(routed, given, rows)
+        expected = replayed(routed, given_on(DEVICE, padded("right")), routed.rows(rows.trace))
+        assert torch.equal(replayed(routed, given, rows)[0], expected[0])
+
+
 @pytest.mark.parametrize("options", [{"margins": True}, {"native": True}])
 def test_recordings_and_telemetry_wait_for_nothing_and_keep_tokens_that_are_overwritten(options):
     here, batch = model_here(), padded("right")

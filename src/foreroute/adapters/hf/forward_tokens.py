@@ -30,6 +30,8 @@ if TYPE_CHECKING:
     from foreroute.adapters.hf.indexers import FoundIndexers
     from foreroute.replay import ForwardRows, RecordedPass
 
+TEXT = ("input_ids", "attention_mask", "position_ids", "cu_seq_lens_q")
+"""Arguments that tell which token is where; `pixels.ARGUMENTS` are the others."""
 MASKED = ("eager", "sdpa", "flex_attention")
 """Implementations of attention that transformers makes masks for. These keep sequences of a row apart where it is given
 `position_ids` without an attention mask and without a cache (`masking_utils._preprocess_mask_arguments`), and ignore
@@ -53,6 +55,7 @@ class ForwardTokens:
     begins: bool = False  # whether the first token of each row must be at position 0: no cache holds any before
     is_masked: bool = False  # whether attention is of `MASKED`
     keeps_cache: bool = False  # whether the model is given a key-value cache, or makes one
+    given: dict[str, Any] = field(default_factory=dict)  # arguments of the call that tell all this, if known
     is_causal: Tensor | None = field(init=False, default=None)  # bool [], whether a pattern is that of a batch
 
     def __post_init__(self) -> None:
@@ -109,6 +112,7 @@ class ForwardTokens:
             {} if ARGUMENTS.isdisjoint(given) else given_images(given),
             # a part of longer sequences, as under context parallelism, is run without a cache
             begins=not past and given.get("use_cache") is not False,
+            given={name: given[name] for name in (*TEXT, *ARGUMENTS) if given.get(name) is not None},
             is_masked=getattr(getattr(trunk, "config", None), "_attn_implementation", None) in MASKED,
             keeps_cache=cache is not None or _makes_cache(trunk, given),
         )
@@ -241,13 +245,28 @@ class ForwardTokens:
         if self.images is not None:
             _ = self.digests_BT  # which the copy takes along
         kept = copy(self)
-        kept.pixels = {}
+        kept.pixels, kept.given = {}, {}
         kept.input_ids = self.input_ids.clone()
         if self.mask is not None:
             kept.mask = self.mask[:, max(0, self.mask.shape[1] - self.past - self.shape[1]) :].clone()
         kept.position_ids = None if self.position_ids is None else self.position_ids.clone()
         kept.cumulative = None if self.cumulative is None else self.cumulative.clone()
         return kept
+
+    def differs_from(self, before: ForwardTokens) -> Tensor:
+        """Compare with the copy of a batch that was given by the same tensors: bool [], on the device."""
+        differs = self.input_ids != before.input_ids
+        for given, kept in (
+            (self.mask, before.mask),
+            (self.digests_BT, before.digests_BT),
+            (self.position_ids, before.position_ids),
+            (self.cumulative, before.cumulative),
+        ):
+            if given is not None and kept is not None:
+                more = (given != kept).to(self.device, non_blocking=True)
+                # one operator for each, but where shapes differ
+                differs = differs | more if more.shape == differs.shape else differs.any() | more.any()
+        return differs.any() if self.is_causal is None else differs.any() | ~self.is_causal
 
 
 WANTED_PATTERN = (

@@ -91,7 +91,8 @@ class RoutedTransformer(PlannedModel):
         """Make the routes of a micro-batch ready once, to be replayed in recompute, update and every epoch.
 
         `replay(rows)` takes the result in the place of the trace. What batches take of it stays on their device as long
-        as the result lives: L · K ids of one byte, two above 128 experts, for each token.
+        as the result lives: L · K ids of one byte, two above 128 experts, for each token, and as many for the rows of
+        the last batch. That is compared with one that is given by the same tensors, which replays the same rows.
 
         Args:
             trace: of the sequences of the micro-batch. Nobody may write to its arrays from now on.

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 import torch
@@ -20,6 +20,7 @@ from torch import Tensor
 from foreroute.adapters.hf.forward_tokens import ForwardTokens
 from foreroute.adapters.hf.pixels import UNKNOWN, digests_of, refuse_other_pixels
 from foreroute.core.deferred_checks import DeferredChecks
+from foreroute.core.tensor_ids import TensorIds
 from foreroute.errors import BatchMismatchError, LayoutError
 from foreroute.layout import Layout, locate_rows
 from foreroute.replay import Policy, ReplayRows, TraceOnDevice
@@ -32,6 +33,17 @@ from foreroute.trace.operations import add_assignments
 
 if TYPE_CHECKING:
     from foreroute.adapters.hf.routed_transformer import TransformerHooks
+
+
+class _LastBatch(NamedTuple):
+    """A batch and what it replays, for one that is given by the same tensors."""
+
+    batch: ForwardTokens  # a copy
+    names: list[str]  # of the tensors that said what it is
+    ids: TensorIds  # of these
+    policy: Policy
+    rows: ReplayRows
+    wrong: Tensor  # bool [], as `TraceRows._locate`
 
 
 class TraceRows:
@@ -61,6 +73,7 @@ class TraceRows:
             self._choices = CodedChoices(self._indexers.spec, stream, trace.positions_N)
         self._there: TraceOnDevice | None = None
         self._counts: dict[tuple[int, int], NDArray[np.int64]] = {}
+        self._last: _LastBatch | None = None
 
     @property
     def versions(self) -> tuple[int, ...] | None:
@@ -90,12 +103,30 @@ class TraceRows:
         return bool(faithful_rows(self.trace).all())
 
     def of_pass(self, chunk: int, batch: ForwardTokens, policy: Policy, checks: DeferredChecks) -> ReplayRows:
-        """Find and gather what a batch replays."""
+        """Find and gather what a batch replays, or give what the last one did where it is the same."""
         if batch.past:
             raise BatchMismatchError(
                 f"the forward continues a key-value cache of {batch.past} positions; replay whole sequences, "
                 "without a cache"
             )
+        rows, execution = self._reuse(batch, policy, checks), self._hooks.execution
+        if rows is None:
+            rows = self._find(batch, policy, checks)
+        return rows if execution is None else replace(rows, cells=execution.begin_pass(0, self.trace, rows))
+
+    def _reuse(self, batch: ForwardTokens, policy: Policy, checks: DeferredChecks) -> ReplayRows | None:
+        """Give the rows of the last batch, if this one is given by the same tensors and nobody wrote to them."""
+        last, given = self._last, batch.given
+        if last is None or last.policy != policy or last.names != [*given] or not last.ids.fit([*given.values()]):
+            return None
+        differs = batch.differs_from(last.batch)  # who writes is not always seen: collectives do not count their writes
+        if differs.device.type == "cpu":  # where the host need not wait
+            return None if differs.item() else last.rows
+        checks.add(last.wrong | differs, partial(self._raise_overwritten, batch, policy))
+        return last.rows
+
+    def _find(self, batch: ForwardTokens, policy: Policy, checks: DeferredChecks) -> ReplayRows:
+        """Find and gather them, and remember the batch."""
         there = self._there
         if there is None or there.device != batch.device:
             faithful_N = faithful_rows(self._decided)
@@ -112,11 +143,23 @@ class TraceRows:
         is_full = policy.padding == "spread" or len(row_R) == self.trace.num_rows
         rows = there.gather(row_R, policy, choices, is_complete=is_full and bool(self.trace.valid_N.all()))
         rows = replace(rows, loss_mask=partial(rows.counted_R.view, batch.shape))
-        execution = self._hooks.execution
-        return rows if execution is None else replace(rows, cells=execution.begin_pass(0, self.trace, rows))
+        given = [*batch.given.values()]
+        # in inference mode nobody counts writes; what is no tensor may hold others next time
+        if given and all(isinstance(each, Tensor) and not each.is_inference() for each in (*given, rows.ids_LRK)):
+            self._last = _LastBatch(batch.copied, [*batch.given], TensorIds(given), policy, rows, wrong)
+        return rows
+
+    def _raise_overwritten(self, batch: ForwardTokens, policy: Policy) -> None:
+        """Raise `BatchMismatchError` for tensors that hold another batch than when its rows were found."""
+        self.raise_mismatch(batch, policy)
+        raise BatchMismatchError(
+            "tensors of the batch were overwritten, without torch's counting it, since their rows were found, and hold "
+            "the sequences elsewhere now; give the batch in other tensors, or make the rows anew by routed.rows(trace)"
+        )
 
     def raise_mismatch(self, batch: ForwardTokens, policy: Policy) -> None:
         """Raise `BatchMismatchError` for what is wrong with a batch, which the host waits for."""
+        self._last = None  # what is told is found anew when it is given once more
         ids_BT, kept_BT, starts_BT = batch.on_host()
         row_R = locate_rows(self.trace, ids_BT, kept_BT, starts_BT)
         if self.layout is not None and not np.array_equal(row_R, self.layout.rows().packed_row_R):
