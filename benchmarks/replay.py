@@ -58,7 +58,7 @@ class Bench:
         batch = torch.randint(0, sizes.vocabulary, shape, generator=torch.Generator().manual_seed(0))
         with routed.record() as recording, torch.no_grad():
             model(input_ids=batch)
-        call = model if compiler is None else torch.compile(model, backend=compiler)
+        call = model if compiler is None else torch.compile(model, backend=compiler, fullgraph=True)
         return cls(routed, call, batch, recording.trace())
 
     def forward(self) -> object:

@@ -34,7 +34,7 @@ def case_of(family, device):
 def test_one_graph_obeys_every_trace(family, device):
     case = case_of(family, device)
     eager, model = hf.attach(case.untouched), case.routed.model
-    call = torch.compile(model, backend="inductor" if has_inductor(device) else "aot_eager")
+    call = torch.compile(model, backend="inductor" if has_inductor(device) else "aot_eager", fullgraph=True)
     native = logits_of(eager.model, case.batch)
     with eager.record() as recording, torch.no_grad():
         eager.model(**case.batch, use_cache=False)
@@ -63,7 +63,7 @@ def reduced(device):
     if not has_inductor(device):
         pytest.skip("it takes a GPU and triton")
     case = case_of("qwen3_moe", device)
-    return case, torch.compile(case.routed.model, mode="reduce-overhead")
+    return case, torch.compile(case.routed.model, mode="reduce-overhead", fullgraph=True)
 
 
 def test_captured_forwards_take_the_routes_of_their_session(reduced):

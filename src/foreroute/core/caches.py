@@ -38,17 +38,11 @@ class FollowedCache:
         self._views: list[_View] | None = None
         self._length: Any = 0
 
-    @torch.compiler.disable(recursive=False)
     def run(self, cache: Any, forward: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
-        """Run a forward that is given this cache, or None. Raises as `_require_left`."""
-        self._require_left(cache)
-        result = forward(*args, **kwargs)
-        self._follow(cache, result)
-        return result
+        """Run a forward that is given this cache, or None. It may have been cut at its end.
 
-    @torch.compiler.disable
-    def _require_left(self, cache: Any) -> None:
-        """Raise `ReplayError` for another cache than the forward before left, or one changed since but for its end."""
+        Raises `ReplayError` when it continues another cache than the forward before left, or one changed since.
+        """
         if cache is not None and not self._fits(cache) and (past := int(cache.get_seq_length())):
             raise ReplayError(
                 f"a forward continues a key-value cache of {past} positions, which is not as the forward before it "
@@ -57,15 +51,14 @@ class FollowedCache:
                 "Sample with num_beams=1, and record each batch in a session of its own; "
                 "or record one forward over the whole sequences"
             )
-
-    @torch.compiler.disable
-    def _follow(self, cache: Any, result: Any) -> None:
+        result = forward(*args, **kwargs)
         made = result if isinstance(result, dict | tuple) else getattr(result, "__dict__", {})
         left = cache if cache is not None else find_cache(made.values() if isinstance(made, dict) else made)
         length = 0 if left is None else left.get_seq_length()
         # a static cache counts in a tensor on the device, to which it writes
         self._length = length.clone() if isinstance(length, Tensor) else length
         self._views = list(map(_View, _tensors(left)))
+        return result
 
     def _fits(self, cache: Any) -> bool:
         """Say whether this is what was left, or that without positions at its end; of the first forward, whatever."""

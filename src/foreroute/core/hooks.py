@@ -46,8 +46,6 @@ from .selection import LayerPass, SelectionRule
 UNCOPYABLE = "__deepcopy__", "__reduce_ex__"
 """What `copy.deepcopy` and `pickle` ask an instance for: the hooks of a copy would run the original."""
 
-_run_on_host = torch.compiler.disable(run_unnumbered)
-
 
 @contextmanager
 def overridden(module: nn.Module, name: str, wrapper: Callable[..., Any]) -> Iterator[None]:
@@ -300,7 +298,6 @@ class ModelHooks(ABC):
                     stack.callback(module.__dict__.pop, name, None)
             yield
 
-    @torch.compiler.disable(recursive=False)  # the host is asked for the rows; what is inside is compiled again
     def run_trunk(self, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Run a forward of the trunk as one pass, as all interceptors want it.
 
@@ -314,7 +311,7 @@ class ModelHooks(ABC):
         if not interceptors:  # another thread closed its session when this one was about to be refused
             return forward(*args, **kwargs)
         # a selective checkpoint around the whole model repeats the forward alone: it must not number what is beside it
-        batch, current = _run_on_host(self._begin_trunk, args, kwargs)
+        batch, current = run_unnumbered(self._begin_trunk, args, kwargs)
         if current is None:
             result = forward(*args, **kwargs)
         else:
@@ -329,7 +326,7 @@ class ModelHooks(ABC):
                 raise ReplayError(
                     "the session was closed in the middle of a forward; close it when the model has returned"
                 )
-        _run_on_host(self._end_trunk, interceptors, batch, current)
+        run_unnumbered(self._end_trunk, interceptors, batch, current)
         return result
 
     def _begin_trunk(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[ForwardArgs, Pass | None]:
@@ -355,7 +352,8 @@ class ModelHooks(ABC):
             raise ReplayError(
                 f"{type(self.trunk).__name__} runs in a session while a CUDA graph is captured: the graph would go on "
                 "with the routes of this pass in every later one. Capture outside of sessions, and run the model "
-                "without the graph in them"
+                'without the graph in them; or use torch.compile(mode="reduce-overhead"), which takes new routes for '
+                "every pass"
             )
         self.awaits_backward |= self.options.routes and torch.is_grad_enabled()
         rows = None
@@ -454,7 +452,7 @@ class ModelHooks(ABC):
 
     def bind_checkpoints(self, running: Sequence[SelectionHook]) -> None:
         """Have checkpoints between the pass under way and the caller repeat these in that pass. Raises as `bind`."""
-        bind(self.passes.current, running, self.recomputing, until=ModelHooks.run_trunk.__wrapped__.__code__)
+        bind(self.passes.current, running, self.recomputing, until=ModelHooks.run_trunk.__code__)
 
     def _outside(self, hook: SelectionHook) -> ReplayError:
         return ReplayError(
@@ -468,7 +466,8 @@ def _not_once(hook: SelectionHook, count: int) -> ReplayError:
     why = (
         "PEFT ran the module that it is a copy of, as under disable_adapter() or with another adapter"
         if ".modules_to_save." in hook.path
-        else "a fused kernel, a captured graph or another branch bypassed it"
+        else "a fused kernel, a captured graph, another branch, or a checkpoint that torch.compile cannot hold in one "
+        "graph bypassed it"
     )
     return ReplayError(
         f"{hook.noun} {hook.path} selected {count} times in one forward, expected once: "

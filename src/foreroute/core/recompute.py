@@ -41,7 +41,6 @@ Reopen = Callable[[Any, list[Any]], AbstractContextManager[Any]]
 """Opens a pass for its recomputation, given what ran in the part that is repeated."""
 
 
-@torch.compiler.disable
 def bind(current: object, ran: Iterable[Any], reopen: Reopen, *, until: CodeType | None = None) -> None:
     """Have every checkpoint around the caller run its function again inside of `reopen(current, ran)`.
 

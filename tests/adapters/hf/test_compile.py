@@ -1,4 +1,4 @@
-"""`torch.compile` of a replayed model: what eager computes, in as many graphs, whatever the trace.
+"""`torch.compile` of a replayed model: what eager computes, in as many graphs as without replay, whatever the trace.
 
 The oracle is the same model, eager. Backend `aot_eager` runs what AOTAutograd makes of a graph (its forward and its
 backward cut apart, recomputation and mutation included) without waiting for a C++ compiler.
@@ -11,6 +11,7 @@ from torch._dynamo.utils import counters
 from transformers import StaticCache
 
 from foreroute.adapters import hf
+from foreroute.errors import BatchMismatchError, ReplayError
 from foreroute.testing.models import tiny
 from tests.adapters.hf.family_checks import is_newest
 from tests.adapters.hf.model_runs import batch_of, enable_checkpointing, gradients, loss_of, random_routes
@@ -58,18 +59,18 @@ def assert_same(seen, expected):
 @pytest.mark.shows("Hugging Face", "`torch.compile`, of the model or of layers")
 @pytest.mark.slow
 @pytest.mark.parametrize("use_reentrant", [None, True])
-def test_graphs_replay_every_trace(use_reentrant):
+def test_one_graph_replays_every_trace(use_reentrant):
     """That each of several layers has its own routes is shown layer by layer."""
     routed, eager = attached(2)
     for each in (routed, eager):
         enable_checkpointing(each.model, use_reentrant)
-    compiled = torch.compile(routed.model, backend="aot_eager")
+    compiled = torch.compile(routed.model, backend="aot_eager", fullgraph=True)
     with torch.no_grad():
         native = compiled(**BATCH, use_cache=False).logits
     assert graphs() == 1
     for seed, batch in enumerate([BATCH, OTHER]):
         assert_same(step(routed, compiled, seed, batch, inside=bool(seed)), step(eager, eager.model, seed, batch))
-    assert graphs() == 3, "replay takes one graph for the trunk and one for the head, and no trace another one"
+    assert graphs() == 2, "replay takes one graph more, and no trace another one"
 
     with routed.record(native=True) as picked, routed.record(margins=True) as executed:
         seen = step(routed, compiled, 1, telemetry=True)
@@ -82,6 +83,7 @@ def test_graphs_replay_every_trace(use_reentrant):
     assert executed.margins_NL().all()
     assert (seen[2].agreement().shared_L == expected[2].agreement().shared_L).all()
     assert (seen[2].expert_counts_LE() == expected[2].expert_counts_LE()).all()
+    assert graphs() == 3
 
     with routed.record() as recording, torch.no_grad():
         compiled(**BATCH, use_cache=False)
@@ -90,6 +92,19 @@ def test_graphs_replay_every_trace(use_reentrant):
     assert recording.trace().equals(expected_recording.trace())
     with torch.no_grad():
         assert torch.equal(compiled(**BATCH, use_cache=False).logits, native), "the session left a graph behind"
+    assert graphs() == 4
+
+
+@pytest.mark.slow
+def test_a_compiled_model_with_checkpoints_in_several_graphs_is_refused():
+    [routed] = attached(1)
+    block = routed.model.model.layers[0].mlp
+    block.forward = lambda hidden, run=block.forward: (torch._dynamo.graph_break(), run(hidden))[1]
+    enable_checkpointing(routed.model, True)
+    compiled = torch.compile(routed.model, backend="eager")
+    said = "selected 0 times.*a checkpoint that torch.compile cannot hold in one graph"
+    with pytest.raises(ReplayError, match=said):
+        step(routed, compiled, 0, inside=False)
 
 
 def test_layers_compiled_one_by_one_share_a_graph():
@@ -117,16 +132,30 @@ def test_other_models_compiled_in_the_process_are_replayed_too():
 @pytest.mark.slow
 def test_decode_steps_over_a_static_cache_share_a_graph():
     """As `generate` compiles them on a GPU: how many positions the cache holds is no part of the graph."""
-    [routed] = attached()
+    [routed] = attached(1)
     model, tokens = routed.model.eval(), batch_of(7, 7)["input_ids"]
-    compiled = torch.compile(model, backend="eager")
+    compiled = torch.compile(model, backend="eager", fullgraph=True)
     with routed.record() as recording, torch.no_grad():
         cache = StaticCache(config=model.config, max_cache_len=12)
         for first, last, call in ((0, 4, model), (4, 5, compiled), (5, 6, compiled), (6, 7, compiled)):
             positions = torch.arange(first, last)[None]
             call(input_ids=tokens[:, first:last], position_ids=positions, past_key_values=cache)
-    assert graphs() == 2, "of the trunk and of the head"
+    assert graphs() == 1
     with routed.record() as whole, torch.no_grad():
         model(input_ids=tokens, use_cache=False)
     seen, expected = (np.sort(each.trace().expert_ids_NLK) for each in (recording, whole))
     assert np.array_equal(seen, expected)
+
+
+@pytest.mark.slow
+def test_a_compiled_forward_checks_its_batch_and_its_routers():
+    [routed] = attached(1)
+    compiled = torch.compile(routed.model, backend="eager", fullgraph=True)
+    own, other = (random_routes(routed.spec, batch) for batch in (BATCH, OTHER))
+    step(routed, compiled, 0)
+    with pytest.raises(BatchMismatchError, match="sequence 0, position 0"), routed.replay(other):
+        compiled(**BATCH, use_cache=False)
+    step(routed, compiled, 1)
+    routed.model.model.layers[0].mlp.forward = lambda hidden: hidden
+    with pytest.raises(ReplayError, match=r"model\.layers\.0\.mlp\.gate selected 0 times"), routed.replay(own):
+        compiled(**BATCH, use_cache=False)

@@ -1,6 +1,7 @@
-"""What jobs on a GPU bring: captures, and weights that are kept elsewhere.
+"""What jobs on a GPU bring: captures, memory that CUDA graphs use again, weights that are kept elsewhere.
 
-Without a GPU, what torch says during a capture is made up. tests/gpu has what only a GPU shows.
+Without a GPU, what torch says during a capture is made up, and a compiled model writes its notes to the same addresses
+in every pass, as one in a CUDA graph does. tests/gpu has what only a GPU shows.
 """
 
 from contextlib import contextmanager
@@ -10,6 +11,7 @@ import torch
 
 from foreroute import core
 from foreroute.adapters import hf
+from foreroute.adapters.hf.routed_transformer import TransformerHooks
 from foreroute.errors import ReplayError
 from foreroute.testing.models import tiny
 from tests.adapters.hf.families import skip_in_older
@@ -64,6 +66,27 @@ def test_a_capture_in_a_session_is_refused_and_leaves_nothing_behind(session, de
         with capturing(device):
             native(model, device)
     assert torch.equal(native(model, device), before)
+
+
+@pytest.mark.slow
+def test_notes_of_a_compiled_pass_stay_when_the_next_one_writes_over_its_memory(monkeypatch):
+    model = tiny("qwen3_moe", experts="grouped_mm", num_hidden_layers=1)
+    routed = hf.attach(model)
+    end = TransformerHooks.end_from_graph
+
+    def written_over(hooks, calls_L, kept):
+        end(hooks, calls_L, kept)
+        for tensor in kept:
+            tensor.zero_()
+
+    monkeypatch.setattr(TransformerHooks, "end_from_graph", written_over)
+    compiled = torch.compile(model, backend="eager", fullgraph=True)
+    recordings = []
+    for call in (model, compiled):
+        with routed.record(margins=True) as recording:
+            native(call)
+        recordings.append(recording.margins_NL())
+    assert recordings[0] == pytest.approx(recordings[1], rel=1e-3, abs=1e-6)
 
 
 @pytest.mark.gpu

@@ -136,7 +136,7 @@ class ForerouteEP(AutoEP):
         """Run the cell of a plan. Rows that the plan does not know, such as padding, get zeros."""
         work, shape = work_of(hooks.passes, self.number, self.path), hidden_ND.shape
         # a checkpoint of experts alone, in which no router runs
-        bind(hooks.passes.current, (), hooks.recomputing, until=ModelHooks.run_trunk.__wrapped__.__code__)
+        bind(hooks.passes.current, (), hooks.recomputing, until=ModelHooks.run_trunk.__code__)
         ids_NK, sent_N = ids_NK.to(torch.int64), work.cells.sent_R
         if sent_N is not None:
             hidden_ND, ids_NK, weights_NK = (each.index_select(0, sent_N) for each in (hidden_ND, ids_NK, weights_NK))

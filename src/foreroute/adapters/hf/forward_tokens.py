@@ -53,6 +53,7 @@ class ForwardTokens:
     images: ImageTokens | None = None  # None where it is not known how images stand among tokens
     pixels: dict[str, Tensor] = field(default_factory=dict)
     begins: bool = False  # whether the first token of each row must be at position 0: no cache holds any before
+    cache_was_seen: bool = True  # whether the cache was compared with what the forward before left of it
     is_masked: bool = False  # whether attention is of `MASKED`
     keeps_cache: bool = False  # whether the model is given a key-value cache, or makes one
     given: dict[str, Any] = field(default_factory=dict)  # arguments of the call that tell all this, if known
@@ -63,7 +64,10 @@ class ForwardTokens:
         self.shape = (self.input_ids.shape[0], self.input_ids.shape[1])
         self.num_router_rows = self.shape[0] * self.shape[1]
         self.device = self.input_ids.device
+        if torch.compiler.is_compiling():  # nothing is read in a graph; `graph_ops.begin_pass` makes another of these
+            return
         # What shapes say is read here. What only the values say is refused when they are asked for.
+        self.past = int(self.past)
         if self.mask is not None:
             self._mask_shape = tuple(self.mask.shape)
             if self.mask.ndim == 4:
@@ -81,7 +85,7 @@ class ForwardTokens:
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
     ) -> ForwardTokens:
-        """Find the arguments among those of a call whose parameters have these names."""
+        """Find the arguments among those of a call whose parameters have these names. In a graph nothing is read."""
         given = dict(zip(names, args, strict=False)) | kwargs
         input_ids, mask, positions = given.get("input_ids"), given.get("attention_mask"), given.get("position_ids")
         if isinstance(mask, dict) and mask:  # by kind of layer; the values say whether one tells what is padding
@@ -101,7 +105,10 @@ class ForwardTokens:
         cumulative, cache = given.get("cu_seq_lens_q"), given_cache(given, BatchMismatchError)
         if cumulative is not None:
             _require_offsets(cumulative)
-        past = 0 if cache is None else int(cache.get_seq_length())
+        past = 0 if cache is None else cache.get_seq_length()
+        has_past = (
+            cache is not None if torch.compiler.is_compiling() else bool(past)
+        )  # a number on the device in graphs
         return cls(
             input_ids,
             mask,
@@ -111,7 +118,7 @@ class ForwardTokens:
             images,
             {} if ARGUMENTS.isdisjoint(given) else given_images(given),
             # a part of longer sequences, as under context parallelism, is run without a cache
-            begins=not past and given.get("use_cache") is not False,
+            begins=not has_past and given.get("use_cache") is not False,
             given={name: given[name] for name in (*TEXT, *ARGUMENTS) if given.get(name) is not None},
             is_masked=getattr(getattr(trunk, "config", None), "_attn_implementation", None) in MASKED,
             keeps_cache=cache is not None or _makes_cache(trunk, given),
@@ -382,7 +389,7 @@ def _kept_widths(batches: Sequence[ForwardTokens]) -> list[int]:
     for number, batch in enumerate(batches):
         if not batch.past:
             grown = []
-        while grown and batches[grown[-1]].past + widths[grown[-1]] > batch.past:
+        while grown and batch.cache_was_seen and batches[grown[-1]].past + widths[grown[-1]] > batch.past:
             last = grown[-1]
             widths[last] = max(0, batch.past - batches[last].past)
             if not widths[last]:

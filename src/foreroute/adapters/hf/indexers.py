@@ -199,7 +199,6 @@ class ChoosingIndexer(SelectionHook):
         self.module = module
         self._form = form
 
-    @torch.compiler.disable  # the form of what it returns is looked at on the host
     def select(self, now: IndexerPass, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         returned = forward(*args, **kwargs)
         if now.rows is not None:

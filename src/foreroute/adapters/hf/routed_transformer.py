@@ -4,8 +4,9 @@ Hooks are put on instances, never on classes, and taken off when the last sessio
 (to know where one pass over a batch begins and ends), and on the forward of each router (to watch or force its
 selection).
 
-Compiled by `torch.compile`, routers are traced with routes and observations as tensors of the graph, and the trunk
-begins a graph of its own. A recomputation inside the graph needs nothing, since the graph kept the routes.
+Compiled by `torch.compile`, the same code is traced: routes and observations are tensors of the graph, the host is
+called at both ends of a pass (`graph_ops`), and a recomputation inside the graph needs nothing, since the graph kept
+the routes.
 """
 
 from __future__ import annotations
@@ -21,12 +22,13 @@ import transformers
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
+from foreroute.adapters.hf import graph_ops
 from foreroute.adapters.hf.forward_tokens import ForwardTokens, rows_of_passes
 from foreroute.adapters.hf.pixels import ImageTokens
 from foreroute.adapters.hf.trace_rows import TraceRows
 from foreroute.adapters.planned_model import PlannedModel
-from foreroute.core.hooks import SelectingRouter, overridden
-from foreroute.core.passes import Pass
+from foreroute.core.hooks import SelectingRouter, SelectionHook, overridden
+from foreroute.core.passes import Pass, Rows
 from foreroute.core.trunk import TrunkHooks
 from foreroute.core.untouched import reshard
 from foreroute.errors import AttachError, BatchMismatchError, LayoutError, ReplayError
@@ -227,7 +229,15 @@ class TransformerHooks(TrunkHooks):
         if self.images is not None:
             encoders = ("get_image_features", "get_video_features")
             self.stand_ins += [(trunk, name, self._encode) for name in encoders if hasattr(trunk, name)]
+        self._name_in_graphs = graph_ops.register(self)
+        # Both operators of a compiled pass write to it, which keeps them in order (`graph_ops`).
+        self._ledger = torch.zeros(1, dtype=torch.int64)
+        self._begun_in_graph: tuple[ForwardTokens, Pass] | None = None
         self._counts_executed = False
+
+    def __setstate__(self, state: dict[str, Any]) -> None:  # of a copy, which has a name of its own in graphs
+        self.__dict__ |= state
+        self._name_in_graphs = graph_ops.register(self)
 
     def read_args(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> ForwardTokens:
         return ForwardTokens.of_call(self.trunk, self.names, self.images, args, kwargs)
@@ -241,7 +251,7 @@ class TransformerHooks(TrunkHooks):
     def open_others(self, current: Pass) -> Sequence[tuple[Any, Any]]:
         """Open the indexers, which must choose if their choices are kept or forced."""
         assert self.found_indexers is not None, "they are the others"
-        if current.options.others or (isinstance(current.rows, ReplayRows) and current.rows.indexers is not None):
+        if uses_indexers(current):
             current.num_expected += len(self.others)
         return self.found_indexers.passes(current, len(self.routers))
 
@@ -258,17 +268,86 @@ class TransformerHooks(TrunkHooks):
             self.executed, self._counts_executed = None, False
         return result
 
-    @torch.compiler.disable(recursive=False)  # as that of `TrunkHooks`
     def run_trunk(self, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """Run the trunk as one pass, and keep what it executed where losses behind it count that."""
+        """Run the trunk as one pass; where it is traced into a graph, its pass is made of operators of that."""
+        if torch.compiler.is_compiling():
+            return self._run_in_graph(self.read_args(args, kwargs), forward, args, kwargs)
         if self._counts_executed:
             forward = partial(self._keep_executed, forward)
         return super().run_trunk(forward, *args, **kwargs)
 
     def _keep_executed(self, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """Run the trunk in its pass, and keep what that executed for `run_model`."""
         result = forward(*args, **kwargs)
         self.executed = self.passes.current.executed_LRK
         return result
+
+    def run_compiled(
+        self, path: str, hooks: Sequence[SelectionHook], call: Callable[..., Any], *args: Any, **kwargs: Any
+    ) -> Any:
+        if self.passes and not torch.compiler.is_compiling() and uses_indexers(self.passes.current):
+            raise _indexers_in_graph(path)
+        return super().run_compiled(path, hooks, call, *args, **kwargs)
+
+    def _run_in_graph(
+        self, batch: ForwardTokens, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
+        past: Any = batch.past  # of a static cache a tensor, whose value as an int would be a part of the graph
+        counted = past if isinstance(past, Tensor) else None
+        ids_LRK = graph_ops.begin_pass(
+            self._name_in_graphs,
+            self._ledger,
+            batch.input_ids,
+            batch.mask,
+            batch.position_ids,
+            batch.cumulative,
+            None if self.images is None else self.images.digests(batch.input_ids, batch.pixels),
+            past if counted is None else 0,
+            counted,
+            batch.begins,
+            batch.is_masked,
+            batch.keeps_cache,
+        )
+        rows = Rows(ids_LRK) if self.options.routes else None
+        current = self.open_pass(rows, batch.num_router_rows, batch.device)
+        with self.passes.running(current):
+            result = forward(*args, **kwargs)
+        self.executed = current.executed_LRK if self._counts_executed else None
+        kept = [each for each in (current.native_LRK, current.margin_LR, current.deficit_LR) if each is not None]
+        graph_ops.end_pass(self._name_in_graphs, self._ledger, current.calls_L, kept)
+        return result
+
+    def begin_from_graph(self, batch: ForwardTokens) -> Tensor:
+        """Begin a compiled pass, and return `Rows.ids_LRK`, empty without replay."""
+        self.sessions.require_mine("runs a model")
+        rows = self.begin_pass(batch)
+        current = self.open_pass(rows, batch.num_router_rows, batch.device)
+        if uses_indexers(current):
+            raise _indexers_in_graph("the model")
+        self._begun_in_graph = batch, current
+        if rows is not None:
+            return rows.ids_LRK
+        shape, dtype = self.shapes_for_graph(batch.num_router_rows)
+        return torch.empty(shape, dtype=dtype, device=batch.device)
+
+    def end_from_graph(self, calls_L: Tensor, kept: list[Tensor]) -> None:
+        """End it, with what routers observed."""
+        assert self._begun_in_graph is not None, "a compiled pass ends after it has begun"
+        (batch, current), self._begun_in_graph = self._begun_in_graph, None
+        current.calls_L = calls_L
+        self.require_each_once(current)
+        # a CUDA graph writes what is kept of the next pass to the same addresses
+        current.native_LRK, *kept = (tensor.clone() for tensor in kept)
+        if current.margin_LR is not None:
+            current.margin_LR, *kept = kept
+        if current.deficit_LR is not None:
+            [current.deficit_LR] = kept
+        for each in list(self.interceptors):
+            each.end_pass(self.chunk, batch, current)
+
+    def shapes_for_graph(self, num_router_rows: int) -> tuple[list[int], torch.dtype]:
+        """Say shape and dtype of the ids that `begin_from_graph` returns."""
+        return [self.spec.num_layers, num_router_rows if self.options.routes else 0, self.spec.top_k], self.id_dtype
 
 
 def saved_tensors(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
@@ -284,6 +363,18 @@ def _refuse_batches(*_: object, **__: object) -> Any:
     raise ReplayError(
         "continuous batching (generate_batch) runs the model in a thread of its own, on parts of sequences in an order "
         "of its own, which can neither be recorded nor replayed; call generate() in the session"
+    )
+
+
+def uses_indexers(current: Pass) -> bool:
+    """Say whether choices of indexers are kept or forced in a pass."""
+    return current.options.others or (isinstance(current.rows, ReplayRows) and current.rows.indexers is not None)
+
+
+def _indexers_in_graph(path: str) -> ReplayError:
+    return ReplayError(
+        f"choices of indexers are recorded and replayed in eager mode alone, and {path} is compiled; take "
+        "torch.compile off it, or leave them out of the session"
     )
 
 
