@@ -11,6 +11,7 @@ from functools import lru_cache
 import numpy as np
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from foreroute.adapters import hf
 from foreroute.adapters.hf.trace_rows import TraceRows
@@ -235,6 +236,35 @@ def test_rows_made_once_are_compared_with_every_batch_though_nobody_counts_who_w
             replayed(routed, given, rows)
         expected = replayed(routed, given_on(DEVICE, padded("right")), routed.rows(rows.trace))
         assert torch.equal(replayed(routed, given, rows)[0], expected[0])
+
+
+class Launches(TorchDispatchMode):
+    """Counts operators while it is open."""
+
+    count = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.count += 1
+        return func(*args, **(kwargs or {}))
+
+
+def launches(routed, given):
+    with Launches() as counted, torch.no_grad():
+        routed.model(**given, use_cache=False)
+    return counted.count
+
+
+@pytest.mark.parametrize(("absent", "how", "added"), [((), {}, 0), ((0, 1, 2), {}, 3), ((), {"telemetry": True}, 2)])
+def test_what_replay_adds_to_a_layer(absent, how, added):
+    """Gathered weights, and no selection where all rows are known; else what tells native picks from the replayed."""
+    of_layers = []
+    for layers in (1, 3):
+        routed = hf.attach(tiny("qwen3_moe", experts="batched_mm", num_hidden_layers=layers))
+        given, trace = given_on("cpu", BATCHES["packed"]), trace_of(routed.spec, ends=absent)
+        native = launches(routed, given)
+        with routed.replay(trace, **how):
+            of_layers.append(launches(routed, given) - native)
+    assert of_layers[1] - of_layers[0] == 2 * added
 
 
 @pytest.mark.parametrize("options", [{"margins": True}, {"native": True}])
