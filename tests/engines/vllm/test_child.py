@@ -122,6 +122,8 @@ def test_what_cannot_be_started_says_so(routed, started, fake_settings, tmp_path
     bare = vllm.VLLMEngine(ServedModel.of(routed), replace(fake_settings(), python=Path(sys.executable), options={}))
     with bare, pytest.raises(EngineError, match="named 'vllm'"):
         loaded(bare, routed)
+    with pytest.raises(ConfigError, match="max_model_len is 256"):
+        started().generate(prompts(230), PAIRS, seeded())
     with pytest.raises(ConfigError, match=r"expected ServerSettings.*weights_folder"):
         vllm.VLLMEngine(ServedModel.of(routed), fake_settings(), weights_folder=tmp_path)
     with pytest.raises(EngineError, match=r"started.*surrogates"):

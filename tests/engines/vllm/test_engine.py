@@ -27,6 +27,7 @@ SETTINGS = {
     "cache_config": {"enable_prefix_caching": True},
     "device_config": {"device": "cpu"},
     "scheduler_config": {"enable_chunked_prefill": False},
+    "kv_transfer_config": {},
 }
 SAMPLED = Sampling(max_new_tokens=5, end_token=END, temperature=0.8)
 PROMPT = np.array(payload(DATA / "generate.json")["request"]["token_ids"], np.int32)
@@ -206,6 +207,7 @@ def settings_031():
         ("0.30.0", "scheduler_config.enable_chunked_prefill", True, "--no-enable-chunked-prefill"),
         ("0.31.0", "cache_config.enable_prefix_caching", False, "--enable-prefix-caching"),
         ("0.32.0", "parallel_config.pipeline_parallel_size", 2, "--pipeline-parallel-size 1"),
+        ("0.32.0", "kv_transfer_config.kv_connector", "NixlConnector", "another KV connector"),
     ],
     quick=3,
 )
