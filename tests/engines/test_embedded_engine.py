@@ -99,10 +99,12 @@ def test_fp8_rounds_projections_and_experts_and_leaves_routers(family):
     assert {plain[name].dtype for name in changed} == {torch.bfloat16}
 
 
-def test_e4m3_round_trip_has_one_scale_per_row():
+@pytest.mark.parametrize("input_axis", [-1, -2])
+def test_e4m3_round_trip_has_one_scale_per_output_channel(input_axis):
     weight = torch.randn(16, 64) * torch.logspace(-3, 3, 16)[:, None]
-    error = (_round_to_e4m3(weight) - weight).abs()
-    bound = weight.abs() * 2**-4 + weight.abs().amax(-1, keepdim=True) / 448 * 2**-10
+    weight = weight if input_axis == -1 else weight.T.contiguous()
+    error = (_round_to_e4m3(weight, input_axis) - weight).abs()
+    bound = weight.abs() * 2**-4 + weight.abs().amax(input_axis, keepdim=True) / 448 * 2**-10
     assert (error <= bound).all()
     assert error.max() > 0
 

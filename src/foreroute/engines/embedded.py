@@ -46,7 +46,7 @@ class EmbeddedEngine:
     Args:
         model: the policy, of a class of transformers; it is copied once, on its device, and not kept.
         precision: "float32", "bfloat16", or "fp8" (bfloat16 arithmetic on weights that were rounded to E4M3, with one
-            scale per row). What `from_pretrained` of transformers keeps in float32 stays so.
+            scale per output channel). What `from_pretrained` of transformers keeps in float32 stays so.
         indexers: whether traces have the choices of sparse-attention indexers, which the model must have.
         weights: those of a policy that transformers has spread over ranks: `routed.gather_weights()`.
 
@@ -80,6 +80,7 @@ class EmbeddedEngine:
         for tensor in (*empty.parameters(), *empty.buffers()):
             tensor.data = tensor.data.contiguous()
         self._model: Any = empty.eval().requires_grad_(False)
+        self._input_axis = _input_axes(self._model)
         self.load_weights(model.state_dict() if weights is None else weights, NO_VERSION)
         self._routed = attach(self._model)
 
@@ -100,7 +101,7 @@ class EmbeddedEngine:
                 continue
             is_kept = source.ndim < 2 or target.dtype != torch.bfloat16 or any(word in name for word in NOT_IN_FP8)
             if self._precision == "fp8" and not is_kept:
-                source = _round_to_e4m3(source)
+                source = _round_to_e4m3(source, self._input_axis.get(name, -1))
             target.copy_(source)
         if missing:
             raise ConfigError(
@@ -254,7 +255,18 @@ def _truncation_mask(logits_SV: Tensor, sampling: Sampling) -> Tensor:
     return left_SV != -torch.inf
 
 
-def _round_to_e4m3(weight: Tensor) -> Tensor:
-    """Round a weight to float8 E4M3 with one scale per row, and back to its dtype."""
-    scale = weight.abs().amax(dim=-1, keepdim=True).clamp_min(1e-12) / E4M3_MAX
+def _round_to_e4m3(weight: Tensor, input_axis: int) -> Tensor:
+    """Round a weight to float8 E4M3 with one scale per output channel, and back to its dtype."""
+    scale = weight.abs().amax(dim=input_axis, keepdim=True).clamp_min(1e-12) / E4M3_MAX
     return (weight / scale).to(torch.float8_e4m3fn).to(weight.dtype) * scale
+
+
+def _input_axes(model: nn.Module) -> dict[str, int]:
+    """Map weights of transposed experts to the axis of their input, -2; that of all others is the last."""
+    return {
+        f"{path}.{name}": -2
+        for path, module in model.named_modules()
+        if getattr(module, "is_transposed", False)
+        for name, parameter in module.named_parameters(recurse=False)
+        if parameter.ndim == 3
+    }
