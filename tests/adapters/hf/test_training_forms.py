@@ -6,6 +6,7 @@ gradients. Under other routes, the experts are seen to get exactly those.
 
 import collections
 import itertools
+from contextlib import nullcontext
 from dataclasses import replace
 
 import numpy as np
@@ -127,3 +128,53 @@ def test_a_model_of_half_precision_takes_other_routes():
         with routed.replay(trace):
             assert torch.equal(log_probs(model, BATCH), expected)
         assert not torch.equal(log_probs(model, BATCH), expected), "the control"
+
+
+def trained(tmp_path, model, routes, **options):
+    """Weights after two steps of four micro-batches of Trainer; `routes(numbers, batch)` is open in their forwards."""
+    from transformers import Trainer, TrainingArguments  # which takes seconds
+
+    class Replaying(Trainer):
+        def compute_loss(self, model, inputs, **kwargs):
+            numbers = inputs.pop("number").tolist()
+            with routes(numbers, inputs):
+                return super().compute_loss(model, inputs, **kwargs)
+
+    arguments = TrainingArguments(
+        tmp_path,
+        per_device_train_batch_size=2,
+        gradient_accumulation_steps=4,
+        max_steps=2,
+        learning_rate=0.1,
+        optim="sgd",
+        remove_unused_columns=False,
+        report_to=[],
+        save_strategy="no",
+        use_cpu=True,
+        **options,
+    )
+    rows = [
+        {"input_ids": ids, "labels": ids, "attention_mask": torch.ones_like(ids), "number": number}
+        for number, ids in enumerate(ACCUMULATED["input_ids"])
+    ]
+    Replaying(model, arguments, train_dataset=rows).train()
+    return {name: each.detach().clone() for name, each in model.named_parameters()}
+
+
+ACCUMULATED = batch_of(*[6] * 16)
+
+
+@pytest.mark.shows("Hugging Face", "Trainer with gradient accumulation, the replay opened in `compute_loss`")
+@pytest.mark.slow
+def test_a_trainer_that_accumulates_makes_the_weights_of_routes_forced_by_hand(tmp_path):
+    plain, model = tiny("qwen3_moe"), tiny("qwen3_moe")
+    routed = hf.attach(model)
+    trace = random_routes(routed.spec, ACCUMULATED)
+    expected = trained(tmp_path, plain, lambda numbers, batch: forced_by_hand(plain, trace.select(numbers), batch))
+    seen = trained(
+        tmp_path, model, lambda numbers, _: routed.replay(trace.select(numbers)), gradient_checkpointing=True
+    )
+    assert same(seen, expected)
+    native, router = trained(tmp_path, tiny("qwen3_moe"), lambda *_: nullcontext()), "model.layers.1.mlp.gate.weight"
+    for other in (native, tiny("qwen3_moe").state_dict()):
+        assert not torch.equal(seen[router], other[router]), "the control"
