@@ -1,4 +1,7 @@
-"""The families of docs/huggingface.md: written by running this file, read by `test_every_family`."""
+"""The families of docs/huggingface.md: written from the checks by running this file, read by `test_every_family`.
+
+Each family passes every check, except those that do not apply to it, which are listed with the reason.
+"""
 
 import functools
 import re
@@ -15,17 +18,22 @@ USUAL = "ForCausalLM"
 
 @functools.cache
 def committed():
-    """{family: its gate, and its class unless it is a usual one} of the page."""
+    """{family: its gate, its class unless it is a usual one, and {check: why it does not apply}} of the page."""
+    by_gate, exceptions, _ = _lists()
     found = {}
-    for gate, names in _lists()[0]:
+    for gate, names in by_gate:
         for name, _, model in (part.removesuffix(")").partition(" (") for part in names.split(", ")):
-            found[name] = (gate, model)
+            found[name] = (gate, model, {})
+    for check, said in exceptions:
+        names, _, reason = said.partition(": ")
+        for name in names.split(", "):
+            found[name][2][check] = reason
     return found
 
 
 @functools.cache
 def committed_refusals():
-    return dict(_lists()[1])
+    return dict(_lists()[2])
 
 
 def class_to_name(model):
@@ -39,23 +47,30 @@ def _lists():
 
 
 def write():
-    """Put families and refusals into the page."""
+    """Run every check on every family and put the outcome into the page."""
+    import torch
     import transformers
 
     from tests.adapters.hf.families import FAMILIES
+    from tests.adapters.hf.family_checks import CHECKS
     from tests.adapters.hf.family_gates import GATES
     from tests.adapters.hf.family_refusals import REFUSED, refusal
 
-    by_gate = {}
+    torch.set_num_threads(1)
+    by_gate, exceptions = {}, {}
     for name, family in FAMILIES.items():
         model = class_to_name(family.model)
         by_gate.setdefault(str(GATES[name]), []).append(f"{name} ({model})" if model else name)
+        for check in CHECKS:
+            if reason := check(name):
+                exceptions.setdefault((check.__name__, reason), []).append(name)
     told = f"{len(FAMILIES)} families of transformers {transformers.__version__} pass, by gate:"
     gates = [(gate, ", ".join(names)) for gate, names in by_gate.items()]
+    not_applied = [(check, f"{', '.join(names)}: {reason}") for (check, reason), names in sorted(exceptions.items())]
     refused = [(name, refusal(name)) for name in REFUSED]
     before, _, rest = PAGE.read_text().partition(BEGIN)
     after = rest.partition(END)[2]
-    parts = [told, _list(gates), "Refused:", _list(refused)]
+    parts = [told, _list(gates), "A check does not apply to", _list(not_applied), "Refused:", _list(refused)]
     PAGE.write_text("\n\n".join([before + BEGIN, *parts, END + after]))
 
 
