@@ -41,7 +41,7 @@ import foreroute as fr
 from benchmarks.harness.models import CPU, start_megatron
 from benchmarks.megatron import Bench
 from foreroute.adapters import hf
-from foreroute.adapters.hf.spreading import spread
+from foreroute.adapters.hf.loading import spread
 from foreroute.capture import decode
 from foreroute.core import attach
 from foreroute.plan import Links, PlanOptions, Topology

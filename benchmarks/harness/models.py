@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from foreroute.adapters import hf
-from foreroute.adapters.hf.spreading import spread
+from foreroute.adapters.hf.loading import spread
 from foreroute.testing import megatron_on_cpu
 
 CPU = torch.device("cpu")

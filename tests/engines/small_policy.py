@@ -8,7 +8,6 @@ import torch
 from foreroute.adapters import hf
 from foreroute.capture import Sampling
 from foreroute.trace import concatenate
-from foreroute.trace.operations import overlap
 
 SIZES = {
     "vocab_size": 64,
@@ -67,10 +66,3 @@ def require_routes(trace, own):
     kept = np.delete(np.arange(own.num_rows), own.offsets[1:] - 1)
     assert np.array_equal(trace.token_ids_N, own.token_ids_N)
     assert np.array_equal(*(np.sort(each.expert_ids_NLK[kept], axis=-1) for each in (trace, own)))
-
-
-def set_match(routed, trace):
-    """Share of routed (token, layer) whose expert set is the model's own."""
-    shared, _ = overlap(trace, forward(routed, trace)[0])
-    assert shared.size
-    return float((shared == trace.spec.top_k).mean())

@@ -66,7 +66,7 @@ class SGLang:
         self.server = of_sglang.Server()
 
     def tell(self, lie):
-        self.server.lie = lie and (lambda answers: [self._changed(answer, lie) for answer in answers])
+        self.server.lie = lie and (lambda answer: self._changed(answer, lie))
 
     @staticmethod
     def _changed(answer, lie):
@@ -206,7 +206,6 @@ LIES = {
     # of another request, prompt or sequence
     "an answer given twice": (of_the_first(), "answers the request"),
     "another id": (stated(id="x"), "answers the request 'x'"),
-    "no id": (stated(id=None), "lacks or garbles"),
     "another prompt": (
         stated(prompt=[1, 2, 3]),
         "tokenizer or template of its own|a prompt of 3 tokens, it was sent 8",
@@ -225,7 +224,6 @@ LIES = {
     "behind the end": (sampled(1, END), "3 tokens behind the end token 3"),
     "stop without an end": (lambda said: (sampled(4, 9)(said), stated(reason="stop")(said)), "ended by an end token"),
     "length too early": (lengthened(-2), "for its length after 3 of 5 tokens"),
-    "another reason": (stated(reason="repetition"), "for the reason 'repetition'"),
     "aborted": (stated(reason="abort"), "aborted a response: someone else uses"),
     # log-probs that cannot be; of other types are those of test_garbled_answers.py
     **{f"log-prob {value}": (step(2, logprob=value), "the log-prob") for value in (1.1e-3, -9999.0, None)},

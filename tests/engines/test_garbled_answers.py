@@ -10,8 +10,8 @@ import pytest
 from foreroute.adapters.checkpoint import ServedModel
 from foreroute.capture import Sampling, decode
 from foreroute.engines import sglang, vllm
+from foreroute.engines.base import Request
 from foreroute.engines.http import Answer
-from foreroute.engines.sequences import Request
 from foreroute.errors import CaptureError, EngineError
 from tests.engines.recorded_answers import assert_routes, payload
 from tests.engines.small_policy import END, SIZES

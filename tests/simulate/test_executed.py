@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from foreroute.adapters import hf
-from foreroute.adapters.hf.spreading import spread
+from foreroute.adapters.hf.loading import spread
 from foreroute.costs.model import CostModel
 from foreroute.costs.presets import HARDWARE, MODELS
 from foreroute.ep.transfer.engine import TransferOptions

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch.distributed.fsdp import FSDPModule
 
 from foreroute.adapters import hf
-from foreroute.adapters.hf import spreading
+from foreroute.adapters.hf import loading
 from foreroute.adapters.hf.memory import MICRO_STEPS
 from foreroute.capture import Generation
 from foreroute.costs.memory import SIZES as BYTES_FOLLOW
@@ -142,8 +142,8 @@ def precise_policy(config, num_ranks=1):
     if num_ranks == 1:
         to_training(alone)
         return hf.attach(alone)
-    load = spreading.load_complete
-    with mock.patch.object(spreading, "load_complete", lambda *a, **b: load(*a, **{**b, "dtype": torch.float64})):
+    load = loading.load_complete
+    with mock.patch.object(loading, "load_complete", lambda *a, **b: load(*a, **{**b, "dtype": torch.float64})):
         policy = make_policy(config, task)
     set_weights(policy.model, alone.state_dict(), SimpleNamespace(size=num_ranks))
     for module in policy.model.modules():

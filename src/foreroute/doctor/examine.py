@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from foreroute.adapters import hf
-from foreroute.adapters.hf.packed_routers import about_packed
+from foreroute.adapters.hf.attaching import about_packed
 from foreroute.adapters.hf.response_logprobs import response_logits, sampled_tokens
 from foreroute.capture import Generation
 from foreroute.conformance import ALL_CHECKS, AdapterUnderTest, Case, Unsupported, run_conformance

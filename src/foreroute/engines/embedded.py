@@ -26,7 +26,7 @@ from foreroute.capture import Generation, Sampling
 from foreroute.capture.sampling_masks import masks_of_steps
 from foreroute.checks import MOST_INT32, as_int32, whole_number
 from foreroute.core.caches import named_cache
-from foreroute.engines.sequences import count_tokens
+from foreroute.engines.base import count_tokens
 from foreroute.errors import ConfigError, DivergedError, shown
 from foreroute.replay import Recording
 from foreroute.trace import NO_VERSION, SAMPLING
@@ -176,12 +176,13 @@ class EmbeddedEngine:
                     break
                 logits = self._model(input_ids=token[:, None], use_cache=True, **caches).logits[:, -1]
         responses_ST, logprobs_ST = (torch.stack(each, 1).cpu().numpy() for each in (tokens, logprobs))
-        response_lengths = _count_until(responses_ST, end_token)
+        is_end_ST = responses_ST == end_token  # the first of a response is one of its tokens
+        lengths = np.where(is_end_ST.any(axis=1), is_end_ST.argmax(axis=1) + 1, responses_ST.shape[1])
         # a sequence that has ended is sampled further until all have
-        kept_ST = np.arange(responses_ST.shape[1]) < response_lengths[:, None]
+        kept_ST = np.arange(responses_ST.shape[1]) < lengths[:, None]
         trace = prompt_trace.continued_by(recording.rollout(responses_ST, kept_ST))
         if kept_sets:
-            masks = masks_of_steps(kept_sets, logits.shape[1], prompt_trace.lengths, response_lengths)
+            masks = masks_of_steps(kept_sets, logits.shape[1], prompt_trace.lengths, lengths)
             trace = trace.with_stream(SAMPLING, masks)
         return Generation(trace, prompt_trace.lengths, logprobs_ST[kept_ST].astype(np.float32))
 
@@ -252,13 +253,6 @@ def _truncation_mask(logits_SV: Tensor, sampling: Sampling) -> Tensor:
     if sampling.top_p < 1:
         left_SV = TopPLogitsWarper(sampling.top_p)(ids, left_SV)
     return left_SV != -torch.inf
-
-
-def _count_until(responses_ST: NDArray[Any], end_token: int) -> NDArray[np.int64]:
-    """Count the tokens of each response up to its first end token, which is one of them."""
-    is_end_ST = responses_ST == end_token
-    lengths: NDArray[np.int64] = np.where(is_end_ST.any(axis=1), is_end_ST.argmax(axis=1) + 1, responses_ST.shape[1])
-    return lengths
 
 
 def _round_to_e4m3(weight: Tensor, input_axis: int) -> Tensor:

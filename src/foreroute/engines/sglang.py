@@ -12,11 +12,9 @@ from numpy.typing import NDArray
 from foreroute.adapters.checkpoint import ServedModel
 from foreroute.adapters.versions import require_engine
 from foreroute.capture import Generation, Sampling
-from foreroute.checks import MOST_INT32, whole_number
-from foreroute.engines.base import OutsideEngine, WeightsFolder, stop_token_ids
+from foreroute.engines.base import OutsideEngine, Request, Response, WeightsFolder, stop_token_ids
 from foreroute.engines.http import Answer, Client
-from foreroute.engines.sequences import Request, Response
-from foreroute.errors import ConfigError, EngineError
+from foreroute.errors import EngineError
 
 __all__ = ["SGLangServerEngine"]
 
@@ -36,8 +34,7 @@ class SGLangServerEngine(OutsideEngine):
         weights_folder: of one trainer at a time. The server must see it under the same path. Checkpoints are put into
             `foreroute-weights` in it.
         timeout_s: for each request.
-        batch_size: responses that one request asks for.
-        at_once: the most requests under way.
+        at_once: the most responses that are sampled at once.
 
     Attributes:
         weight_version: the version last loaded; every row is stamped with it.
@@ -55,11 +52,9 @@ class SGLangServerEngine(OutsideEngine):
         *,
         weights_folder: Path,
         timeout_s: float = 600.0,
-        batch_size: int = 64,
-        at_once: int = 8,
+        at_once: int = 256,
     ) -> None:
         super().__init__(model, "sglang")
-        self._batch_size = whole_number(batch_size, name="batch_size", least=1, most=MOST_INT32, error=ConfigError)
         self._server = Client(url, timeout_s=timeout_s, what="the SGLang server", at_once=at_once)
         info = self._server.get("/server_info")
         self._engine_version = info.read(str, "version")
@@ -79,7 +74,6 @@ class SGLangServerEngine(OutsideEngine):
         from `generator`, only when it was started with --enable-deterministic-inference.
         """
         requests = self._make_requests(prompts, sampling, generator)
-        batches = [requests[first : first + self._batch_size] for first in range(0, len(requests), self._batch_size)]
         truncation = (
             self._truncation_params(sampling, most=MOST_KEPT)
             if sampling.truncates
@@ -94,22 +88,19 @@ class SGLangServerEngine(OutsideEngine):
         }
         bodies = [
             {
-                "rid": [each.id for each in batch],
-                "input_ids": [each.prompt.tolist() for each in batch],
-                "sampling_params": [params | {"sampling_seed": each.seed} for each in batch],
+                "rid": each.id,
+                "input_ids": each.prompt.tolist(),
+                "sampling_params": params | {"sampling_seed": each.seed},
                 "return_logprob": True,
                 "return_routed_experts": True,
                 "return_sampling_mask": sampling.truncates,
                 **self._choice_params,
             }
-            for batch in batches
+            for each in requests
         ]
-        most = self._batch_size * self._bound_answer(requests, most_kept=MOST_KEPT * sampling.truncates)
-        responses: list[Response] = []
-        for batch, answer in zip(batches, self._server.ask("/generate", bodies, most_bytes=most), strict=True):
-            if len(answers := answer.elements()) != len(batch):
-                raise EngineError(f"the SGLang server returned {len(answers)} responses to {len(batch)} prompts")
-            responses += [read_response(*each) for each in zip(answers, batch, strict=True)]
+        most = self._bound_answer(requests, most_kept=MOST_KEPT * sampling.truncates)
+        answers = self._server.ask("/generate", bodies, most_bytes=most)
+        responses = [read_response(*each) for each in zip(answers, requests, strict=True)]
         return self._to_generation(requests, responses, self._loaded[-1:])
 
     def _load_checkpoint(self, folder: str, version: int) -> None:

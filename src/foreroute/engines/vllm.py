@@ -27,9 +27,16 @@ from numpy.typing import NDArray
 from foreroute.adapters.checkpoint import ServedModel
 from foreroute.adapters.versions import at_least, require_engine
 from foreroute.capture import Generation, Sampling
-from foreroute.engines.base import OutsideEngine, WeightsFolder, stop_token_ids
+from foreroute.engines.base import (
+    OutsideEngine,
+    Request,
+    Response,
+    WeightsFolder,
+    check_echo,
+    check_versions,
+    stop_token_ids,
+)
 from foreroute.engines.http import Answer, BrokenOffError, Client
-from foreroute.engines.sequences import Request, Response, check_echo, check_versions
 from foreroute.engines.vllm_server import EXTENSION, ServerProcess, ServerSettings
 from foreroute.errors import ConfigError, EngineError, shown
 
@@ -87,11 +94,6 @@ class VLLMEngine(OutsideEngine):
         self._timeout_s = timeout_s
         self._returns_masks = False
         self._process: ServerProcess | None = None
-        if not isinstance(server, ServerSettings | str):
-            raise ConfigError(
-                f"the server is {shown(server)}; expected ServerSettings, or the address of yours, such as "
-                "http://127.0.0.1:8000"
-            )
         url, socket = "http://vllm", None
         if isinstance(server, ServerSettings) and weights_folder is None:
             self._process = ServerProcess(server, model)
@@ -99,7 +101,10 @@ class VLLMEngine(OutsideEngine):
         elif isinstance(server, str) and weights_folder is not None:
             url = server
         else:
-            raise ConfigError("name a weights_folder for a server of yours, and for no other")
+            raise ConfigError(
+                f"the server is {shown(server)}; expected ServerSettings, or the address of yours, such as "
+                "http://127.0.0.1:8000, and a weights_folder for it"
+            )
         self._client = Client(
             url, timeout_s=timeout_s, what="the vLLM server", socket=socket, at_once=at_once, missing=MISSING
         )
@@ -150,14 +155,20 @@ class VLLMEngine(OutsideEngine):
         return self._to_generation(requests, responses, self._loaded[max(0, num_loaded - 1) :])
 
     def _load_checkpoint(self, folder: str, version: int) -> None:
-        with self._explaining_death(), self._paused():
-            loaded = self._client.post("/collective_rpc", {"method": "foreroute_load", "args": [folder]})
-            if not (results := loaded.read(list, "results")) or any(each != folder for each in results):
-                raise EngineError(f"the server's workers loaded {results!r:.200}, each was asked to load {folder!r}")
-            # what is cached was computed, and routed, by the old weights
-            if not self._client.post("/reset_prefix_cache", {}).read(bool, "success"):
-                raise EngineError("the server could not reset its prefix cache: requests of someone else are running")
-            self._client.post("/update_weight_version", {"new_version": str(version)})
+        with self._explaining_death():
+            try:
+                self._client.post("/pause?mode=wait", {})
+                loaded = self._client.post("/collective_rpc", {"method": "foreroute_load", "args": [folder]})
+                if not (results := loaded.read(list, "results")) or any(each != folder for each in results):
+                    raise EngineError(
+                        f"the server's workers loaded {results!r:.200}, each was asked to load {folder!r}"
+                    )
+                # what is cached was computed, and routed, by the old weights
+                if not self._client.post("/reset_prefix_cache", {}).read(bool, "success"):
+                    raise EngineError("the server could not reset its prefix cache: requests of someone else run")
+                self._client.post("/update_weight_version", {"new_version": str(version)})
+            finally:  # whatever has happened
+                self._client.post("/resume", {})
 
     def _sampling_params(self, sampling: Sampling) -> dict[str, Any]:
         if sampling.truncates and not self._returns_masks:
@@ -188,15 +199,6 @@ class VLLMEngine(OutsideEngine):
             if process is not None and (how := process.exit_words(may_be_near=isinstance(error, BrokenOffError))):
                 raise process.close_with_error(f"the vLLM server died ({how}): {error}") from error
             raise
-
-    @contextmanager
-    def _paused(self) -> Iterator[None]:
-        """Keep requests from running; afterwards resume the server, whatever has happened."""
-        try:
-            self._client.post("/pause?mode=wait", {})
-            yield
-        finally:
-            self._client.post("/resume", {})
 
     def _check_server(self) -> None:
         """Check how the server was started: a wrong setting gives wrong log-probs without an error."""
@@ -249,8 +251,6 @@ def read_response(answer: Answer, request: Request, *, echoes: bool) -> Response
     if len(choices := answer.elements("choices")) != 1:
         raise EngineError(f"the vLLM server returned {len(choices)} responses, asked for 1")
     (choice,) = choices
-    if number := choice.read(int, "index"):
-        raise EngineError(f"the vLLM server numbered its one response {number}; expected 0")
     reason, tokens = choice.read(str, "finish_reason"), choice.integers("token_ids")
     states_versions = bool(len(tokens)) and choice.has("weight_versions")  # from 0.31 on
     # a server that can return masks does so for every request

@@ -26,8 +26,7 @@ from torch.distributed.checkpoint.state_dict import (
 
 from foreroute.adapters import hf
 from foreroute.adapters.checkpoint import ServedModel
-from foreroute.adapters.hf.loading import load_pretrained
-from foreroute.adapters.hf.spreading import build_spread, spread_over
+from foreroute.adapters.hf.loading import build_spread, load_pretrained, spread_over
 from foreroute.adapters.hf.trace_rows import TraceRows
 from foreroute.engines.base import Engine
 from foreroute.engines.embedded import EmbeddedEngine

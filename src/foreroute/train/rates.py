@@ -27,7 +27,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from foreroute.adapters import hf
-from foreroute.adapters.hf.spreading import spread
+from foreroute.adapters.hf.loading import spread
 from foreroute.adapters.hf.trace_rows import TraceRows
 from foreroute.costs.cluster_file import Cluster, Rates, described
 from foreroute.costs.fitting import find_rates, with_values

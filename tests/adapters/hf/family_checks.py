@@ -14,7 +14,7 @@ import torch
 import transformers
 
 from foreroute.adapters import hf
-from foreroute.adapters.hf.packed_routers import about_packed
+from foreroute.adapters.hf.attaching import about_packed
 from foreroute.adapters.hf.without_weights import structure_of
 from foreroute.adapters.versions import PEERS
 from foreroute.core.hooks import overridden

@@ -24,9 +24,8 @@ OTHER = batch_of(9, 6, 4, seed=5)
 pytestmark = pytest.mark.usefixtures("no_graphs_left")
 
 
-def attached(count=1, *, layers=1, **options):
-    models = [tiny(**{"experts": "grouped_mm", "num_hidden_layers": layers, **options}) for _ in range(count)]
-    return [hf.attach(model) for model in models]
+def attached(count):
+    return [hf.attach(tiny("qwen3_moe", experts="grouped_mm", num_hidden_layers=1)) for _ in range(count)]
 
 
 def graphs():
@@ -47,12 +46,7 @@ def step(routed, call, seed, batch=BATCH, *, inside=True, **kwargs):
             loss.backward()
     if not inside:
         loss.backward()
-    return loss.detach(), plain_gradients(routed.model), session
-
-
-def plain_gradients(model):
-    """By the names of a model that nobody has wrapped."""
-    return {name.replace("_orig_mod.", ""): gradient for name, gradient in gradients(model).items()}
+    return loss.detach(), gradients(routed.model), session
 
 
 def assert_same(seen, expected):
@@ -103,7 +97,7 @@ def test_one_graph_replays_every_trace(use_reentrant):
 
 @pytest.mark.slow
 def test_a_compiled_model_with_checkpoints_in_several_graphs_is_refused():
-    [routed] = attached()
+    [routed] = attached(1)
     block = routed.model.model.layers[0].mlp
     block.forward = lambda hidden, run=block.forward: (torch._dynamo.graph_break(), run(hidden))[1]
     enable_checkpointing(routed.model, True)
@@ -129,7 +123,6 @@ def test_layers_compiled_one_by_one_share_a_graph():
 @pytest.mark.shows("Hugging Face", "`torch.compile` of several models (a policy and a reference), `dynamic=True`")
 @pytest.mark.slow
 def test_other_models_compiled_in_the_process_are_replayed_too():
-    """A graph names its model by what Dynamo must not make symbolic."""
     *routed, eager = attached(3)
     for seed, each in enumerate(routed):
         compiled = torch.compile(each.model, backend="eager", dynamic=True)
@@ -139,7 +132,7 @@ def test_other_models_compiled_in_the_process_are_replayed_too():
 @pytest.mark.slow
 def test_decode_steps_over_a_static_cache_share_a_graph():
     """As `generate` compiles them on a GPU: how many positions the cache holds is no part of the graph."""
-    [routed] = attached()
+    [routed] = attached(1)
     model, tokens = routed.model.eval(), batch_of(7, 7)["input_ids"]
     compiled = torch.compile(model, backend="eager", fullgraph=True)
     with routed.record() as recording, torch.no_grad():
@@ -156,7 +149,7 @@ def test_decode_steps_over_a_static_cache_share_a_graph():
 
 @pytest.mark.slow
 def test_a_compiled_forward_checks_its_batch_and_its_routers():
-    [routed] = attached()
+    [routed] = attached(1)
     compiled = torch.compile(routed.model, backend="eager", fullgraph=True)
     own, other = (random_routes(routed.spec, batch) for batch in (BATCH, OTHER))
     step(routed, compiled, 0)

@@ -10,9 +10,9 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from foreroute import planner
 from foreroute.adapters import hf
+from foreroute.adapters.hf.loading import spread
 from foreroute.adapters.hf.memory import draw_micro_batches, measure_memory
 from foreroute.adapters.hf.response_logprobs import pad
-from foreroute.adapters.hf.spreading import spread
 from foreroute.costs.memory import BatchSizes
 from foreroute.ep.allocations import AllocationLog
 from foreroute.errors import ForecastError

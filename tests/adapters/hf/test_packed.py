@@ -111,14 +111,11 @@ def test_packed_rows_that_attention_takes_for_one_sequence_are_refused(given, me
                 model(**given(packed(ONE_ROW)))
 
 
-def test_positions_that_restart_at_the_offsets_are_enough_and_checkpointing_makes_no_cache():
+def test_checkpointing_makes_no_cache():
     model, routed, trace = with_routes(ALONE)
-    given = packed(ONE_ROW)
+    given = packed(ONE_ROW) | {"cu_seq_lens_q": offsets(ONE_ROW)}
     with torch.no_grad():
         expected = logits_alone(model, routed, trace, ONE_ROW[0])
-    with routed.replay(trace):
-        seen = model(**given, cu_seq_lens_q=offsets(ONE_ROW), use_cache=False).logits[0]
-    torch.testing.assert_close(seen, expected, rtol=0, atol=2e-5)
     model.train().gradient_checkpointing_enable()
     with routed.replay(trace):
         seen = model(**given).logits[0]

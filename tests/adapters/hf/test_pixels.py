@@ -1,24 +1,63 @@
-"""Images beside tokens: a trace is bound to the pixels behind each token of an image, as it is to the tokens."""
+"""Vision-language models attached as a whole: a trace is bound to the pixels behind each token of an image."""
 
-import struct
+import importlib
 
 import pytest
 import torch
-from torch.utils._pytree import tree_map
 
 import foreroute as fr
 from foreroute.adapters import hf
-from foreroute.adapters.hf.pixels import MIXING, ImageTokens
+from foreroute.adapters.hf.pixels import ImageTokens
 from foreroute.errors import BatchMismatchError
 from foreroute.testing.counting_device import DEVICE, other_device
 from foreroute.trace import PIXELS
-from tests.adapters.hf.test_whole_models import TOWER, build_whole
+from tests.adapters.hf.families import build, config_fields, with_live_values
+from tests.adapters.hf.family_checks import require_bit_equal
 from tests.tiers import grid
 
 IMAGE, VIDEO, START = 45, 44, 46
 GRIDS = ("qwen3_vl_moe", "qwen3_5_moe", "glm4v_moe", "qwen3_omni_moe", "minimax_m3_vl", "glm5_next")
 SHAPES = {"large": (1, 4, 4), "wide": (1, 2, 4)}  # 4 tokens and 2
 SEQUENCES = ([1, "large", 3, "wide", 5, 6], [7, 8, 9, 10], [11, 12, "wide", 13])
+
+
+WHOLE = {
+    "ernie4_5_vl_moe": "Ernie4_5_VLMoeForConditionalGeneration",
+    "gemma4": "Gemma4ForConditionalGeneration",
+    "glm4v_moe": "Glm4vMoeForConditionalGeneration",
+    "glm5_next": "Glm5NextForConditionalGeneration",
+    "hy_v4_vl": "HYV4VLForConditionalGeneration",
+    "minimax_m3_vl": "MiniMaxM3SparseForConditionalGeneration",
+    "qwen3_5_moe": "Qwen3_5MoeForConditionalGeneration",
+    "qwen3_omni_moe": "Qwen3OmniMoeThinkerForConditionalGeneration",
+    "qwen3_vl_moe": "Qwen3VLMoeForConditionalGeneration",
+    "step3p7": "Step3p7ForConditionalGeneration",
+}
+NAMES_OF = {
+    1: "depth num_hidden_layers num_layers encoder_layers",
+    32: (
+        "hidden_size out_hidden_size d_model embed_dim vision_output_dim intermediate_size encoder_ffn_dim "
+        "projector_input_dim projector_output_dim"
+    ),
+    4: "num_heads num_attention_heads num_key_value_heads encoder_attention_heads",
+    8: "head_dim",
+}
+TOWER = {name: size for size, names in NAMES_OF.items() for name in names.split()} | {"deepstack_visual_indexes": [0]}
+
+
+def build_whole(name, **overrides):
+    text_config = build(name).config.to_dict()
+    module = importlib.import_module(f"transformers.models.{name}.modeling_{name}")
+    model_class = getattr(module, WHOLE[name])
+    parts = {
+        part: {field: value for field, value in TOWER.items() if field in config_fields(sub_class)}
+        for part, sub_class in model_class.config_class.sub_configs.items()
+        if part != "text_config"
+    }
+    config = model_class.config_class(**parts, text_config=text_config, **overrides)
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        return with_live_values(model_class(config).eval())
 
 
 def build_seeing(name="qwen3_vl_moe"):
@@ -69,6 +108,12 @@ class Seen:
 def outputs(model, batch):
     with torch.no_grad():
         return model(**batch, use_cache=False).logits[batch["attention_mask"].bool()]
+
+
+@grid("name", WHOLE, quick=3)
+def test_a_whole_model_replays_its_own_text_routes_bit_for_bit(name):
+    model = build_whole(name)
+    require_bit_equal(build_whole(name), model, hf.attach(model))
 
 
 @pytest.mark.shows("Hugging Face", "images, bound by a digest of their pixels")
@@ -167,58 +212,20 @@ def test_pixels_that_belong_to_unknown_tokens_are_warned_of(monkeypatch):
         assert PIXELS not in recording.trace().streams
 
 
-@pytest.mark.slow
-def test_pixels_are_compared_on_the_device_and_the_host_does_not_wait(seeing):
-    """The tower that sees, which waits by itself, has its features from the CPU."""
-    model, _, seen, trace = seeing
-    with torch.no_grad():
-        features = model.model.get_image_features(seen.batch()["pixel_values"], seen.batch()["image_grid_thw"])
-    with other_device() as device:
-        there = hf.attach(build_seeing().to(DEVICE))
-        features.pooler_output = [piece.to(DEVICE) for piece in features.pooler_output]
-        features.deepstack_features = tree_map(lambda each: each.to(DEVICE), features.deepstack_features)
-        there.model.model.get_image_features = lambda *_, **__: features
-
-        def given(images):
-            batch = {name: each.to(DEVICE) for name, each in seen.batch(images=images).items()}
-            batch["position_ids"] = torch.arange(batch["input_ids"].shape[1]).expand(3, 3, -1).to(DEVICE)
-            return batch
-
-        def waits(batch):
-            device.reads.clear()
-            with torch.no_grad():
-                there.model(**batch, use_cache=False)
-            return sum(device.reads.values())
-
-        own, other = given(seen.images), given(Seen(patch_width(model), seed=1).images)
-        unpatched = waits(own)
-        with there.replay(trace):
-            assert waits(own) == unpatched
-        with pytest.raises(BatchMismatchError, match="sequence 0, position 2"), torch.no_grad(), there.replay(trace):
-            of_others = waits(other)
-        assert of_others == unpatched, "what is wrong is not looked at in the forward"
-
-
 def test_a_digest_is_what_files_hold_for_good():
-    """Counted once more in whole numbers of Python."""
-    grids, each = [(1, 2, 4), (1, 2, 2)], 4
     patches = torch.arange(12 * 6).view(12, 6) / 2 - 9  # which bfloat16 holds
-    found = ImageTokens(IMAGE, VIDEO, each).of_patches(patches, torch.tensor(grids)).tolist()
-
-    def signed(number):
-        return (number + (1 << 63)) % (1 << 64) - (1 << 63)
-
-    expected = []
-    for token, grid_thw in enumerate([grids[0], grids[0], grids[1]]):
-        values = patches[each * token : each * (token + 1)].reshape(-1).tolist()
-        halves = [struct.unpack("<I", struct.pack("<f", value))[0] >> 16 for value in values]
-        total = 0
-        for place in range(0, len(halves), 4):
-            word = signed(sum(half << 16 * i for i, half in enumerate(halves[place : place + 4])))
-            mixed = signed((word + MIXING[2] * (place // 4)) * MIXING[0])
-            total += (mixed ^ (mixed >> 32)) * MIXING[1]
-        of_grid = sum(size * odd for size, odd in zip(grid_thw, MIXING, strict=True))
-        total = signed((signed(total) ^ signed(of_grid)) * MIXING[0])
-        expected.append(max(1, (total ^ (total >> 32)) % (1 << 58)))
-    assert found == expected
+    found = ImageTokens(IMAGE, VIDEO, 4).of_patches(patches, torch.tensor([(1, 2, 4), (1, 2, 2)])).tolist()
+    assert len(set(found)) == 3
     assert found[0] == 185031652899035758
+
+
+def test_digests_are_made_and_compared_where_the_batch_is_and_nobody_waits():
+    tokens, layout = torch.tensor([[1, IMAGE, IMAGE, 2]]), ImageTokens(IMAGE, VIDEO, 4)
+    given = {"pixel_values": torch.randn(8, 6), "image_grid_thw": torch.tensor([(1, 2, 4)])}
+    expected = layout.digests(tokens, given)
+    with other_device() as device:
+        there = tokens.to(DEVICE), {name: each.to(DEVICE) for name, each in given.items()}
+        device.reads.clear()
+        found = layout.digests(*there)
+        assert not device.reads
+        assert torch.equal(found.values_here, expected)

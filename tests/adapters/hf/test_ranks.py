@@ -210,20 +210,6 @@ def test_an_optimizer_trains_what_it_would_without_attaching_and_recording(worke
     assert len(lost) > len(without)  # the control: a forward without backward, and nothing put back
 
 
-def ask_of_the_page(rank, num_forwards_G):
-    """What a rank is told by the function of the decision's page, which is given the forwards of its session."""
-    page = (Path(__file__).parents[3] / "docs" / "decisions" / "0013-ranks-without-a-session.md").read_text()
-    given = {"torch": torch}
-    exec(re.search(r"def require_replayed_alike.*?\n(?=```|\n\n)", page, re.DOTALL).group(), given)
-    with nullcontext() if num_forwards_G == [1, 1] else pytest.raises(RuntimeError, match="replayed 0 forwards"):
-        given["require_replayed_alike"](num_forwards_G[rank])
-
-
-def test_a_rank_without_a_session_is_told_on_every_rank_where_all_are_asked(workers):
-    workers(2).run(ask_of_the_page, [1, 0])
-    workers(2).run(ask_of_the_page, [1, 1])
-
-
 PAGE = Path(__file__).parents[3] / "docs" / "huggingface.md"
 
 

@@ -93,18 +93,11 @@ def test_masks_of_sliding_windows_alone_are_refused():
     assert recording.rollout(output, mask).lengths.tolist() == mask.sum(1).tolist()
 
 
-@pytest.mark.parametrize(
-    ("pad", "end_token", "behind", "is_told"),
-    [
-        (PAD, END, PAD, True),
-        (None, END, END, True),
-        (9, END, PAD, False),
-    ],
-)
-def test_padding_that_is_counted_as_tokens_is_told(pad, end_token, behind, is_told):
+@pytest.mark.parametrize(("pad", "behind", "is_told"), [(PAD, PAD, True), (None, END, True), (9, PAD, False)])
+def test_padding_that_is_counted_as_tokens_is_told(pad, behind, is_told):
     """Without a mask or with ones, by the configuration; never where the mask says it, nor of one token at the end."""
     model = tiny("qwen3_moe").eval()
-    model.config.pad_token_id, model.generation_config.eos_token_id = pad, end_token
+    model.config.pad_token_id, model.generation_config.eos_token_id = pad, END
     routed = hf.attach(model)
     tokens = torch.tensor([[3, 4, 5, END, behind, behind], [3, 4, 5, 6, 8, END]])
     with routed.record() as recording, torch.no_grad():
@@ -128,14 +121,11 @@ def test_padding_that_is_counted_as_tokens_is_told(pad, end_token, behind, is_to
             lambda o, m: (o, m[:, :5]),
             r"attention_mask is \(3, 5\) and the sequences are \(3, 11\); expected the mask of",
         ),
-        (lambda o, m: (o, m * 0.5), "attention_mask holds 0.5"),
-        (lambda o, m: (o, m * 0), "sequence 0 is int64 of shape .0,.; expected one token at least"),
         (lambda o, m: (o[0],), r"sequences are a Tensor of shape \(11,\)"),
-        (lambda o, m: ({"sequences": o}, m), r"sequences are a dict"),
         (lambda o, m: ([*o], m), "no padding; give no attention_mask"),
         (lambda o, m: (o.repeat(1, 2), m.repeat(1, 2)), "sequence 0, position 8: token"),
     ],
-    quick=5,
+    quick=4,
 )
 def test_sequences_that_are_not_those_recorded_are_refused(routed, given, message):
     recording, output, mask = sampled(routed, end=[2, 5, 0])

@@ -7,7 +7,6 @@ import torch
 from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeTopKRouter
 
 from foreroute.adapters import hf
-from foreroute.core import attach
 from foreroute.core.selection_rules import RULES
 from foreroute.errors import AttachError
 from foreroute.testing.models import tiny
@@ -128,24 +127,3 @@ def test_without_its_rule_a_class_is_refused_and_not_replayed_wrongly(router, mo
     monkeypatch.delitem(RULES, router)
     with pytest.raises(AttachError):
         hf.attach(build(NEEDED_RULES[router]))
-
-
-class ScoringGate(torch.nn.Linear):
-    """Leaves the selection to its layer."""
-
-
-class Tiny(torch.nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.embed, self.gate = torch.nn.Embedding(50, 8), ScoringGate(8, 4)
-
-    def get_input_embeddings(self):
-        return self.embed
-
-    def forward(self, input_ids):
-        return self.gate(self.embed(input_ids)).topk(2).values
-
-
-def test_a_selection_outside_of_the_router_is_told():
-    with pytest.raises(AttachError, match=r"ScoringGate.*topk"):
-        attach(Tiny())

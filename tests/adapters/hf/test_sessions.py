@@ -1,4 +1,4 @@
-"""What sessions of transformers' models have beside those of others: caches, copies, hash layers."""
+"""What sessions of transformers' models have beside those of others: caches, copies, layers that select otherwise."""
 
 import copy
 import pickle
@@ -118,3 +118,31 @@ def test_an_engines_trace_without_the_hash_layers_replays_the_others_and_leaves_
     assert examine(model, None, trace=captured).replay_error == ""
     with pytest.raises(BatchMismatchError, match=r"1000000.*model's.*experts"):
         routed.rows(decode(parts[0], model=routed.spec, token_ids=[1_000_000] * len(parts[0])))
+
+
+def test_phimoe_in_training_picks_at_random_and_its_own_picks_replay_bit_for_bit():
+    model, routed = attached("phimoe")
+    for layer in model.model.layers:  # a band wide enough for several experts
+        layer.mlp.router.router_jitter_noise = 0.5
+    model.train()
+    with routed.record() as sampled:
+        native = run(model)
+    model.eval()
+    with routed.record() as greedy, torch.no_grad():
+        run(model)
+    assert not sampled.trace().equals(greedy.trace())
+    model.train()
+    with routed.replay(sampled.trace()):
+        assert torch.equal(run(model), native)
+
+
+def test_vision_tokens_of_ernie_are_refused():
+    """Their experts are left out of the routes."""
+    model, routed = attached("ernie4_5_vl_moe")
+    mixed = {
+        "input_ids": torch.arange(1, 10)[None],
+        "moe_mm_token_type_ids": torch.tensor([[0] * 3 + [1] * 3 + [0] * 3]),
+    }
+    model(**mixed, use_cache=False)
+    with pytest.raises(ReplayError, match="in 6 of the 9 rows"), routed.record(), torch.no_grad():
+        model(**mixed, use_cache=False)

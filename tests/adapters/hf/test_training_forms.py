@@ -13,13 +13,10 @@ import numpy as np
 import pytest
 import torch
 from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
-from transformers import modeling_layers
 
 from foreroute.adapters import hf
-from foreroute.errors import ReplayError
 from foreroute.testing.models import tiny
 from tests.adapters.hf import model_runs
-from tests.adapters.hf.families import skip_in_older
 from tests.adapters.hf.family_checks import require_bit_equal
 from tests.adapters.hf.model_runs import (
     batch_of,
@@ -32,7 +29,7 @@ from tests.adapters.hf.model_runs import (
     loss_of,
     random_routes,
 )
-from tests.replay.session_subject import router_paths, same
+from tests.replay.session_subject import same
 from tests.tiers import grid
 
 BATCH = batch_of(9, 6, 4)
@@ -181,44 +178,3 @@ def test_a_trainer_that_accumulates_makes_the_weights_of_routes_forced_by_hand(t
     native, router = trained(tmp_path, tiny("qwen3_moe"), lambda *_: nullcontext()), "model.layers.1.mlp.gate.weight"
     for other in (native, tiny("qwen3_moe").state_dict()):
         assert not torch.equal(seen[router], other[router]), "the control"
-
-
-def test_prediction_heads_route_themselves():
-    """Multi-token prediction layers are a model of their own, with embedding and head shared and routers not."""
-    if not hasattr(modeling_layers, "MtpModel"):
-        skip_in_older("this transformers has no multi-token prediction")
-    main = tiny("deepseek_v3")
-    head = modeling_layers.MtpModel(main, 1).eval()
-    with torch.no_grad(), torch.random.fork_rng():
-        torch.manual_seed(0)
-        for parameter in head.parameters():  # some of it comes uninitialised
-            parameter.copy_(0.3 * torch.randn(parameter.shape))
-    batch = {name: value[:1] for name, value in BATCH.items()}
-    routed = hf.attach(main)
-
-    def predicted(hidden):
-        with torch.no_grad():
-            return head(batch["input_ids"], hidden, None, torch.arange(9)[None], None)[1]
-
-    with routed.replay(random_routes(routed.spec, batch)), torch.no_grad(), experts_log(head) as log:
-        hidden = main(**batch, output_hidden_states=True).hidden_states[-1]
-        seen = predicted(hidden)
-    assert len(log) == 1
-    assert torch.equal(seen, predicted(hidden))
-    assert router_paths(routed) == ["model.layers.1.mlp.gate", "model.layers.2.mlp.gate"]
-
-
-def test_a_router_whose_copy_is_off_is_named():
-    """PEFT trains a copy of the router, and runs the router itself where the adapter is off."""
-    model = with_lora(modules_to_save=["gate"])
-    routed = hf.attach(model)
-    routes = random_routes(routed.spec, BATCH)
-    with routed.replay(routes), torch.no_grad():
-        model(**BATCH)
-    with (
-        pytest.raises(ReplayError, match=r"modules_to_save.default.*0.*disable_adapter"),
-        routed.replay(routes),
-        torch.no_grad(),
-        model.disable_adapter(),
-    ):
-        model(**BATCH)

@@ -1,7 +1,6 @@
 """The client of SGLang's server, on answers recorded from a real one."""
 
 import base64
-import copy
 from dataclasses import replace
 from itertools import chain
 from pathlib import Path
@@ -26,7 +25,7 @@ PROMPT = np.array(payload(DATA / "generate.json")["request"]["input_ids"], np.in
 class Server:
     """Answers as SGLang does, without a model: the recorded response to every prompt.
 
-    `lie` changes the answers before they are sent.
+    `lie` changes an answer before it is sent.
     """
 
     def __init__(self, lie=None, **changes):
@@ -46,11 +45,8 @@ class Server:
             answer["meta_info"]["weight_versions"] = [{"version": self.version, "start": 0, "end": 5}]
             if body["return_sampling_mask"]:
                 answer["meta_info"] |= masks_for(answer["output_ids"])
-            answers = []
-            for rid in body["rid"]:
-                answers.append(copy.deepcopy(answer))
-                answers[-1]["meta_info"]["id"] = rid
-            return 200, answers if self.lie is None else self.lie(answers) or answers
+            answer["meta_info"]["id"] = body["rid"]
+            return 200, answer if self.lie is None else self.lie(answer) or answer
         return 200, self.answers[path]
 
 
@@ -72,14 +68,13 @@ def test_a_rollout_asks_for_what_it_needs_and_reads_the_answers(tmp_path):
     assert got.trace.versions == (3,)
     logprobs = [entry[0] for entry in record["response"]["meta_info"]["output_token_logprobs"]]
     assert np.allclose(got.logprobs_R, logprobs * 2)
-    asked = dict(server.asked)
-    assert asked["/update_weights_from_disk"]["flush_cache"]
-    body = asked["/generate"]
-    assert body["input_ids"] == [PROMPT.tolist()] * 2
-    assert body["return_routed_experts"]
-    assert len({params["sampling_seed"] for params in body["sampling_params"]}) == 2
+    assert dict(server.asked)["/update_weights_from_disk"]["flush_cache"]
+    bodies = [body for path, body in server.asked if path == "/generate"]
+    assert all(body["input_ids"] == PROMPT.tolist() and body["return_routed_experts"] for body in bodies)
+    asked = [body["sampling_params"] for body in bodies]
+    assert len({params["sampling_seed"] for params in asked}) == 2
     # with ignore_eos SGLang would not stop at the end token
-    assert all(params["stop_token_ids"] == [END] and not params.get("ignore_eos") for params in body["sampling_params"])
+    assert all(params["stop_token_ids"] == [END] and not params.get("ignore_eos") for params in asked)
 
 
 def test_a_rollout_with_cuts_asks_for_masks_and_takes_the_log_probs_on_them(tmp_path):
@@ -88,8 +83,8 @@ def test_a_rollout_with_cuts_asks_for_masks_and_takes_the_log_probs_on_them(tmp_
         got = rollout(server.url, tmp_path, top_p=0.9)
         plain = rollout(server.url, tmp_path / "other")
     asked = [body for path, body in server.asked if path == "/generate"]
-    assert [body["return_sampling_mask"] for body in asked] == [True, False]
-    cuts = {name: asked[0]["sampling_params"][0][name] for name in ("temperature", "top_k", "top_p", "min_p")}
+    assert [body["return_sampling_mask"] for body in asked] == [True, True, False, False]
+    cuts = {name: asked[0]["sampling_params"][name] for name in ("temperature", "top_k", "top_p", "min_p")}
     assert cuts == {"temperature": 0.8, "top_k": 64, "top_p": 0.9, "min_p": 0.0}
     assert np.allclose(got.logprobs_R, np.tile([0, -0.25, -0.5, -0.75, -1], 2))
     masks = got.trace.streams[SAMPLING]
@@ -104,7 +99,7 @@ def test_a_rollout_with_cuts_asks_for_masks_and_takes_the_log_probs_on_them(tmp_
     ("mask", "said"), [(None, "lacks or garbles"), ([[1, 2]] * 5, "was sampled and is not in its mask")]
 )
 def test_masks_that_the_server_did_not_return_are_missed(tmp_path, mask, said):
-    lying = Server(lie=lambda answers: answers[0]["meta_info"].update(output_token_sampling_mask=mask))
+    lying = Server(lie=lambda answer: answer["meta_info"].update(output_token_sampling_mask=mask))
     with serving(lying) as server, pytest.raises((EngineError, CaptureError), match=said):
         rollout(server.url, tmp_path, top_p=0.9)
 
@@ -126,9 +121,9 @@ def test_choices_of_indexers_are_asked_for_where_the_server_returns_them(tmp_pat
     if enabled:
         answer["meta_info"]["indexer_topk"] = base64.b64encode(chosen.tobytes()).decode()
 
-    def as_recorded(answers):
-        answer["meta_info"]["id"] = answers[0]["meta_info"]["id"]
-        return [answer]
+    def as_recorded(given):
+        answer["meta_info"]["id"] = given["meta_info"]["id"]
+        return answer
 
     info = {"enable_return_routed_experts": True, "enable_return_indexer_topk": enabled, "version": "0.5.23"}
     with serving(Server(lie=as_recorded, **{"/server_info": info})) as server:
@@ -148,8 +143,7 @@ def test_choices_of_indexers_are_asked_for_where_the_server_returns_them(tmp_pat
         ({"/server_info": {"enable_return_routed_experts": True, "version": "0.5.9"}}, r"SGLang 0\.5\.9 does not work"),
         ({"/server_info": [1]}, "lacks or garbles"),
         ({"/update_weights_from_disk": {"success": False, "message": "no file"}}, "did not take the weights: no file"),
-        ({"/generate": {"output_ids": [1]}}, "expected a list"),
-        ({"/generate": [{}] * 3}, "3 responses to 2 prompts"),
+        ({"/generate": [{"output_ids": [1]}]}, "lacks or garbles"),
     ],
     quick=4,
 )

@@ -124,7 +124,7 @@ def test_what_cannot_be_started_says_so(routed, started, fake_settings, tmp_path
         loaded(bare, routed)
     with pytest.raises(ConfigError, match="max_model_len is 256"):
         started().generate(prompts(230), PAIRS, seeded())
-    with pytest.raises(ConfigError, match=r"weights_folder.*server"):
+    with pytest.raises(ConfigError, match=r"expected ServerSettings.*weights_folder"):
         vllm.VLLMEngine(ServedModel.of(routed), fake_settings(), weights_folder=tmp_path)
     with pytest.raises(EngineError, match=r"started.*surrogates"):
         started("\ud800")

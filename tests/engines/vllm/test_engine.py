@@ -6,7 +6,6 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-import torch
 
 from foreroute.adapters.checkpoint import ServedModel
 from foreroute.capture import Sampling
@@ -28,7 +27,7 @@ SETTINGS = {
     "cache_config": {"enable_prefix_caching": True},
     "device_config": {"device": "cpu"},
     "scheduler_config": {"enable_chunked_prefill": False},
-    "kv_transfer_config": None,
+    "kv_transfer_config": {},
 }
 SAMPLED = Sampling(max_new_tokens=5, end_token=END, temperature=0.8)
 PROMPT = np.array(payload(DATA / "generate.json")["request"]["token_ids"], np.int32)
@@ -128,19 +127,6 @@ def test_spans_of_weights_become_those_of_the_trace(routed, tmp_path):
         assert (engine.generate([PROMPT], SAMPLED, seeded()).trace.weight_versions_N[:-1] == 7).all()
 
 
-def require_top_p(routed, got, choice):
-    """The sets are the fewest tokens of the model with 0.9 of the probability, and log-probs are those on them."""
-    with torch.no_grad():
-        logits_TV = routed.model(input_ids=torch.from_numpy(got.trace.tokens(0))[None].long()).logits[0]
-    rows = (logits_TV[7:-1] / 0.8).softmax(-1)
-    for row, ids, token, logprob in zip(
-        rows, choice["sampling_mask"], choice["token_ids"], got.logprobs_R, strict=True
-    ):
-        kept = float(row[ids].sum())
-        assert kept >= 0.9 > kept - float(row[ids].min())
-        assert float(row[token]) / kept == pytest.approx(np.exp(logprob), rel=1e-4)
-
-
 def test_cuts_ask_for_masks_and_every_request_of_such_a_server_has_a_bound(routed, tmp_path):
     info = {"vllm_config": SETTINGS | {"model_config": SETTINGS["model_config"] | {"return_sampling_mask": True}}}
     sampling = Sampling(max_new_tokens=5, end_token=END, temperature=0.8, top_p=0.9)
@@ -152,7 +138,6 @@ def test_cuts_ask_for_masks_and_every_request_of_such_a_server_has_a_bound(route
         masks = got.trace.streams[SAMPLING]
         assert np.flatnonzero(masks.valid_N).tolist() == [7, 8, 9, 10, 11]
         assert masks.ids.tolist() == [*chain(*choice["sampling_mask"])]
-        require_top_p(routed, got, choice)
         engine.generate([PROMPT], Sampling(max_new_tokens=5, end_token=END, temperature=0), seeded())
         asked = [body["sampling_params"] for path, body in server.asked if path == GENERATE]
         cuts = [{name: each[name] for name in ("temperature", "top_k", "top_p", "min_p")} for each in asked]
@@ -222,12 +207,7 @@ def settings_031():
         ("0.30.0", "scheduler_config.enable_chunked_prefill", True, "--no-enable-chunked-prefill"),
         ("0.31.0", "cache_config.enable_prefix_caching", False, "--enable-prefix-caching"),
         ("0.32.0", "parallel_config.pipeline_parallel_size", 2, "--pipeline-parallel-size 1"),
-        (
-            "0.32.0",
-            "kv_transfer_config",
-            {"kv_connector": "NixlConnector"},
-            "another KV connector",
-        ),
+        ("0.32.0", "kv_transfer_config.kv_connector", "NixlConnector", "another KV connector"),
     ],
     quick=3,
 )
@@ -235,17 +215,10 @@ def test_a_server_started_without_what_replay_needs_is_refused(routed, tmp_path,
     settings = copy.deepcopy(SETTINGS) if version == "0.30.0" else settings_031()
     assert not missing_settings(Answer(copy.deepcopy(settings), "it"), version)
     section, _, name = path.partition(".")
-    if name:
-        settings[section][name] = value
-    else:
-        settings[section] = value
+    settings[section][name] = value
     changes = {INFO: {"vllm_config": settings}, "/version": {"version": version}}
-    with serving(Server(**changes)) as server:
-        if said is None:
-            engine_at(server, routed, tmp_path).close()
-        else:
-            with pytest.raises(EngineError, match=f"must be started with {said}"):
-                engine_at(server, routed, tmp_path)
+    with serving(Server(**changes)) as server, pytest.raises(EngineError, match=f"must be started with {said}"):
+        engine_at(server, routed, tmp_path)
 
 
 def test_what_is_no_server_is_refused(routed, tmp_path):
@@ -254,7 +227,7 @@ def test_what_is_no_server_is_refused(routed, tmp_path):
         vllm.VLLMEngine(served, "http://127.0.0.1:9", weights_folder=tmp_path)
     with pytest.raises(ConfigError, match=r"ServerSettings.*address"):
         vllm.VLLMEngine(served, 8000, weights_folder=tmp_path)
-    with pytest.raises(ConfigError, match="name a weights_folder"):
+    with pytest.raises(ConfigError, match=r"'http.*weights_folder"):
         vllm.VLLMEngine(served, "http://127.0.0.1:9")
     with pytest.raises(ConfigError, match=r"RoutedTransformer.*ServedModel\.of"):
         vllm.VLLMEngine(routed, "http://127.0.0.1:9", weights_folder=tmp_path)

@@ -4,25 +4,26 @@ from __future__ import annotations
 
 import sys
 import warnings
+from collections.abc import Sequence
 from functools import partial
 from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import nn
 
-from foreroute.adapters.hf.packed_routers import about_packed
-from foreroute.adapters.hf.padding import warn_of_padding
 from foreroute.adapters.hf.routed_transformer import RoutedTransformer, TransformerHooks
 from foreroute.core.attaching import attach_by, require_attachable
 from foreroute.core.find import ATTENTION
 from foreroute.core.hooks import SelectingRouter
 from foreroute.core.probe import PROBE_TOKENS, Probe
+from foreroute.core.untouched import plain_tensors
 from foreroute.errors import AttachError
 from foreroute.trace import INDEXER, DecisionStream, LayerKind, RoutedLayer, RoutingSpec
 
 if TYPE_CHECKING:
-    from foreroute.adapters.hf.executing import SpreadExperts
+    from foreroute.adapters.hf.expert_parallel import SpreadExperts
     from foreroute.adapters.hf.indexers import FoundIndexers
 
 WANTED_FORM = "needs a form in foreroute/adapters/hf/indexers.py (see CONTRIBUTING, Adding a Hugging Face family)"
@@ -96,7 +97,7 @@ def layer_of(path: str, *, is_lookup: bool = False) -> RoutedLayer:
 
 
 def find_indexers(model: nn.Module, trunk: nn.Module) -> FoundIndexers | None:
-    """Find the indexers of sparse attention in a trunk; None where it has none that can be recorded and replayed."""
+    """Find the indexers of sparse attention in a trunk; None where none, or not all alike, are known."""
     inside = set(trunk.modules())
     sites = [
         (path, module, layer_of(path))
@@ -105,9 +106,13 @@ def find_indexers(model: nn.Module, trunk: nn.Module) -> FoundIndexers | None:
     ]
     if not sites:
         return None
-    from foreroute.adapters.hf.indexers import indexers_of
+    from foreroute.adapters.hf.indexers import FORMS, FoundIndexers
 
-    return indexers_of(sites)
+    forms = {FORMS.get(type(module).__name__) for _, module, _ in sites}
+    form = forms.pop() if len(forms) == 1 else None
+    if form is None or len({form.spec_of(module, ()) for _, module, _ in sites}) > 1:
+        return None
+    return FoundIndexers(sites)
 
 
 def check_indexers(routed: RoutedTransformer, indexers: FoundIndexers) -> None:
@@ -140,3 +145,67 @@ def check_indexers(routed: RoutedTransformer, indexers: FoundIndexers) -> None:
             f"self-check failed: indexers such as {indexers.hooks[0].path} ({type(indexers.modules[0]).__name__}) were "
             f"told to choose other keys, and were not obeyed; their class {WANTED_FORM}"
         )
+
+
+def about_packed(routers: Sequence[SelectingRouter]) -> str:
+    """Say what packed weights of routers do, and how to leave them whole; nothing where no router has one."""
+    # loaders that pack every `nn.Linear` pack the one inside the router too, in families whose router has one (Gemma 4,
+    # HunYuan, AFMoE, JetMoE and others); a packed weight shows by how it is stored
+    packed = [
+        (".".join(filter(None, (router.path, inner))), stored)
+        for router in routers
+        if not router.rule.is_lookup  # whose table is integers
+        for inner, module in router.module.named_modules()
+        if (stored := _packed_as(module)) is not None
+    ]
+    if not packed:
+        return ""
+    names = sorted({_within_layer(path) for path, _ in packed})
+    first, stored = packed[0]
+    return (
+        f"weights of routers were packed when the model was loaded ({stored} in {first}, {len(packed)} in all): such a "
+        "router chooses other experts than a whole one, in 4 bits for about a third of the tokens, and engines have it "
+        f"whole; leave {', '.join(names)} out of quantization, by llm_int8_skip_modules = {['lm_head', *names]} of "
+        "bitsandbytes, modules_to_not_convert of other configurations of transformers, or filter_fn of torchao's "
+        "quantize_"
+    )
+
+
+def _packed_as(module: nn.Module) -> str | None:
+    """Name how the weight of a module itself is stored, where that is not as floats of two bytes or more."""
+    for tensor in (*module.parameters(recurse=False), *module.buffers(recurse=False)):
+        if tensor.ndim < 2:  # counts, biases and scales
+            continue
+        for stored in plain_tensors(tensor.detach()):
+            is_whole = stored.is_floating_point() and stored.itemsize > 1
+            if not is_whole and stored.dtype != torch.bool:
+                return str(stored.dtype).removeprefix("torch.")
+    return None
+
+
+def _within_layer(path: str) -> str:
+    """Give the end of a path, behind the number of its layer."""
+    parts = path.split(".")
+    number = max((i for i, part in enumerate(parts) if part.isdigit()), default=-1)
+    return ".".join(parts[number + 1 :])
+
+
+def warn_of_padding(model: nn.Module, tokens: Sequence[NDArray[np.int64]]) -> None:
+    """Warn where sequences of a rollout go on behind their end, as the configurations of the model tell."""
+    configs = [getattr(model, name, None) for name in ("generation_config", "config")]
+    ends = {end for config in configs for end in _ids(getattr(config, "eos_token_id", None))}
+    paddings = [pad for config in configs for pad in _ids(getattr(config, "pad_token_id", None))]
+    # without padding of their own, `generate` goes on with the end token, of which the first is no padding
+    known = set(paddings[:1]) or ends
+    if any(len(each) > 1 and each[-1] == each[-2] and int(each[-1]) in known for each in tokens):
+        warnings.warn(
+            f"sequences of the rollout end in several tokens {' or '.join(map(str, sorted(known)))}, the padding of "
+            "this model, which are kept as tokens with routes; give an attention_mask that is 0 there",
+            stacklevel=3,
+        )
+
+
+def _ids(given: object) -> list[int]:
+    """Give the tokens that a configuration names: none, one or a list."""
+    ids = given if isinstance(given, list | tuple) else [given]
+    return [each for each in ids if isinstance(each, int)]

@@ -1,15 +1,16 @@
 """What a forward of a Hugging Face model says about its batch: tokens, padding, where sequences begin and continue.
 
-It is found on the device of the batch, the CPU among others. The host reads it for a recording, and to say what is
-wrong with it.
+It is found on the device of the batch, the CPU among others. The host reads it for a recording, which has the rows of
+each forward that are no padding and were not taken back, and to say what is wrong with it.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from copy import copy
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -17,12 +18,17 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 from torch.nn import functional
 
-from foreroute.adapters.hf.pixels import ARGUMENTS, ImageTokens, given_images
+from foreroute.adapters.hf.pixels import ARGUMENTS, ImageTokens, given_images, pixel_stream, warn_of_unbound
 from foreroute.core.caches import NO_CACHE, given_cache
 from foreroute.errors import BatchMismatchError
 from foreroute.layout import starts_from_cumulative_lengths, starts_from_positions
 from foreroute.replay.arguments import WANTED_MASK, kept_by
 from foreroute.replay.rows import to_host
+from foreroute.trace import INDEXER, PIXELS
+
+if TYPE_CHECKING:
+    from foreroute.adapters.hf.indexers import FoundIndexers
+    from foreroute.replay import ForwardRows, RecordedPass
 
 TEXT = ("input_ids", "attention_mask", "position_ids", "cu_seq_lens_q")
 """Arguments that tell which token is where; `pixels.ARGUMENTS` are the others."""
@@ -333,3 +339,60 @@ def _require_offsets(cumulative: Any) -> None:
 
 def _described(tensor: Tensor) -> str:
     return f"{str(tensor.dtype).removeprefix('torch.')} of shape {tuple(tensor.shape)}"
+
+
+def rows_of_passes(passes: Sequence[RecordedPass], indexers: FoundIndexers | None) -> list[ForwardRows]:
+    """Give the rows of forwards one after the other, of which those that were taken back are left out."""
+    widths = _kept_widths([each.args for each in passes])
+    return [_rows_of_pass(each, width, indexers) for each, width in zip(passes, widths, strict=True) if width]
+
+
+def _rows_of_pass(recorded: RecordedPass, width: int, indexers: FoundIndexers | None) -> ForwardRows:
+    """Give the rows of its first positions, of which `width` are left."""
+    from foreroute.replay import ForwardRows  # attaching records nothing
+
+    batch: ForwardTokens = recorded.args
+    ids_BT, kept_BT, starts_BT = batch.on_host()
+    kept_BT = kept_BT & (np.arange(kept_BT.shape[1]) < width)
+    kept_R = kept_BT.reshape(-1)
+
+    def packed(of_rows: Tensor | None) -> Any:
+        return None if of_rows is None else of_rows.cpu().numpy().swapaxes(0, 1)[kept_R]
+
+    if starts_BT is None:
+        lengths_S = np.asarray(kept_BT.sum(axis=1))
+    else:
+        lengths_S = np.diff(np.flatnonzero(starts_BT[kept_BT]), append=kept_BT.sum())
+    streams = {}
+    digests_BT = None if batch.digests_BT is None else to_host(batch.digests_BT)
+    if digests_BT is not None:
+        streams[PIXELS] = pixel_stream(digests_BT[kept_BT])
+    warn_of_unbound(batch.pixel_names, digests_BT)
+    if recorded.choices is not None and indexers is not None:
+        streams[INDEXER] = indexers.stream(recorded.choices, lengths_S, kept_BT, batch)
+    return ForwardRows(
+        lengths_S,
+        ids_BT[kept_BT],
+        packed(recorded.ids_LRK),
+        packed(recorded.values_LR),
+        batch.past,
+        width if starts_BT is None else None,
+        streams,
+    )
+
+
+def _kept_widths(batches: Sequence[ForwardTokens]) -> list[int]:
+    """Count the positions of each forward of a recording that are still there behind the last that continues it."""
+    # the others were cut off at the end of the cache, as drafts that were rejected, and later forwards took their place
+    widths = [batch.shape[1] for batch in batches]
+    grown: list[int] = []  # forwards of the sequences that grow now, of which something is left
+    for number, batch in enumerate(batches):
+        if not batch.past:
+            grown = []
+        while grown and batch.cache_was_seen and batches[grown[-1]].past + widths[grown[-1]] > batch.past:
+            last = grown[-1]
+            widths[last] = max(0, batch.past - batches[last].past)
+            if not widths[last]:
+                grown.pop()
+        grown.append(number)
+    return widths

@@ -246,12 +246,3 @@ class ChoosingIndexer(SelectionHook):
             tail = (position_R11 + 1) // unit * unit + within_U[:-1]
             keys_RHW = torch.cat([keys_RHW, torch.where(tail > position_R11, -1, tail + first_R11)], dim=-1)
         return keys_RHW
-
-
-def indexers_of(sites: list[tuple[str, nn.Module, RoutedLayer]]) -> FoundIndexers | None:
-    """Give indexers that can be recorded and replayed; None where some are not known, or differ from each other."""
-    forms = {FORMS.get(type(module).__name__) for _, module, _ in sites}
-    form = forms.pop() if len(forms) == 1 else None
-    if form is None or len({form.spec_of(module, ()) for _, module, _ in sites}) > 1:
-        return None
-    return FoundIndexers(sites)

@@ -23,7 +23,7 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from foreroute.adapters.hf import graph_ops
-from foreroute.adapters.hf.forward_tokens import ForwardTokens
+from foreroute.adapters.hf.forward_tokens import ForwardTokens, rows_of_passes
 from foreroute.adapters.hf.pixels import ImageTokens
 from foreroute.adapters.hf.trace_rows import TraceRows
 from foreroute.adapters.planned_model import PlannedModel
@@ -40,7 +40,7 @@ from foreroute.trace import INDEXER, PIXELS, IndexerSpec, RoutingSpec, RoutingTr
 from foreroute.trace.operations import with_lookups
 
 if TYPE_CHECKING:
-    from foreroute.adapters.hf.executing import SpreadExperts
+    from foreroute.adapters.hf.expert_parallel import SpreadExperts
     from foreroute.adapters.hf.indexers import FoundIndexers
     from foreroute.ep import PlanExecution
     from foreroute.ep.execution import MicroBatch
@@ -201,8 +201,6 @@ class RoutedTransformer(PlannedModel):
 
     def rows_of(self, passes: list[list[RecordedPass]]) -> list[ForwardRows]:
         """Give the rows of one chunk and one rank."""
-        from foreroute.adapters.hf.recording import rows_of_passes
-
         return rows_of_passes(passes[0], self._of_trunk.found_indexers)
 
     def _counting(self) -> AbstractContextManager[None]:
