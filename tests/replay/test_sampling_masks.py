@@ -55,7 +55,7 @@ def by_hidden(hidden, head, targets, masks, temperature=1.0):
 )
 def test_values_and_gradients_are_those_of_the_dense_computation(compute, temperature, numbers, monkeypatch):
     """In one chunk, and in several."""
-    monkeypatch.setattr("foreroute.replay.sampling_masks.BLOCK_NUMBERS", {"cpu": numbers})
+    monkeypatch.setattr("foreroute.replay.sampling_masks.TILE_NUMBERS", {"cpu": numbers})
     hidden, head, targets, masks = problem()
     weights = torch.randn(len(targets), dtype=torch.float64)
     expected = dense(hidden @ head.T, targets, masks, temperature)
@@ -139,7 +139,7 @@ def test_nothing_waits_for_the_device_and_sets_go_there_once(compute, monkeypatc
         there = [each.detach().to(DEVICE).requires_grad_() for each in (hidden, head)]
         tokens, numbers = targets.to(DEVICE), []
         for size in (1 << 24, 300):
-            monkeypatch.setattr("foreroute.replay.sampling_masks.BLOCK_NUMBERS", {"cpu": size})
+            monkeypatch.setattr("foreroute.replay.sampling_masks.TILE_NUMBERS", {"cpu": size})
             moved.clear()
             device.reads.clear()
             found = compute(*there, tokens, masks)
