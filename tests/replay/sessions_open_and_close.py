@@ -95,15 +95,6 @@ def check_a_session_that_nobody_opens_warns(framework):
         with pytest.warns(UserWarning, match=rf"{name}\(\) was never opened.*`with routed\.{name}") as told:
             getattr(on.routed, name)(*given)
         assert [each.filename for each in told] == [__file__]
-        with (
-            pytest.warns(UserWarning, match="never opened"),
-            pytest.raises(AttributeError, match=rf"no agreement, .*`with routed\.{name}"),
-        ):
-            _ = getattr(on.routed, name)(*given).agreement
-        once = getattr(on.routed, name)(*given)
-        with once:
-            on.run(batch_of())
-        refuses(ReplayError, f"{name}.. returns is opened once; call it anew", once.__enter__)
     with warnings.catch_warnings():
         warnings.simplefilter("error", UserWarning)
         with on.routed.record(), on.routed.replay(trace):
@@ -242,7 +233,7 @@ def check_layers_exchanged_after_attach_are_named(framework):
             else:
                 first.mlp, third.mlp = third.mlp, first.mlp
             if on.layers[0] is third or first.mlp is not on.blocks[0]:
-                refuses(ReplayError, "(runs behind|stands where) .* Attach again", lambda: replayed(on, trace, BATCH))
+                refuses(ReplayError, "stands where .* Attach again", lambda: replayed(on, trace, BATCH))
         assert torch.equal(replayed(on, trace, BATCH), expected)
 
 

@@ -205,6 +205,7 @@ class ModelHooks(ABC):
         self.experts: dict[RouterHook, tuple[str, nn.Module, int | str]] = {}
         self._experts_check = ExpertsCheck(self.experts)
         self._modules = list({trunk: None} | {hook.selecting[0]: None for hook in self.every})
+        self._in_order = self._routers_in_order()
         self._num_users = 0  # sessions, and recomputations behind them
         self._on_trunk = _Shared(self._trunk_hooked)
         self._on_modules = {
@@ -286,6 +287,13 @@ class ModelHooks(ABC):
     @contextmanager
     def _trunk_hooked(self) -> Iterator[None]:
         """Keep the hooks of a session on the trunk, below those on routers, and refuse copies."""
+        found = self._routers_in_order()
+        for before, now in zip(filter(found.__contains__, self._in_order), found, strict=True):
+            if before is not now:
+                raise ReplayError(
+                    f"router {now.path} stands where {before.path} stood when the model was attached: layers were "
+                    "exchanged since, and routes would follow the modules. Attach again"
+                )
         with ExitStack() as stack:
             contexts = self.session_contexts()  # which look at modules as they are without hooks
             for module, name, run in self.stand_ins:
@@ -297,6 +305,11 @@ class ModelHooks(ABC):
                     module.__dict__[name] = _refuse_copy
                     stack.callback(module.__dict__.pop, name, None)
             yield
+
+    def _routers_in_order(self) -> list[RouterHook]:
+        """List the routers in the order in which their modules stand in the trunk."""
+        router_of = {router.selecting[0]: router for router in self.routers}
+        return [router_of[module] for module in self.trunk.modules() if module in router_of]
 
     def run_trunk(self, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Run a forward of the trunk as one pass, as all interceptors want it.
@@ -405,8 +418,8 @@ class ModelHooks(ABC):
     def run_selecting(self, hook: SelectionHook, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Run a router, or another module that selects, which is called now, as the pass under way wants it.
 
-        Raises `ReplayError` when it runs in another thread's pass, or outside of any, or before one that ran behind it
-        when the model was attached, or in a checkpoint that cannot be bound.
+        Raises `ReplayError` when it runs in another thread's pass, or outside of any, or in a checkpoint that cannot be
+        bound.
         """
         now = hook.now
         if torch.compiler.is_compiling():  # a graph is traced in the thread that runs it, and calls no host
@@ -427,14 +440,6 @@ class ModelHooks(ABC):
             self.bind_checkpoints([hook])
         if is_recompute:
             return hook.select(now, forward, *args, **kwargs)
-        if now.layer < len(self.routers):
-            if now.layer < current.last_layer:
-                raise ReplayError(
-                    f"router {hook.path} runs behind {self.routers[current.last_layer].path}, and ran before it when "
-                    "the model was attached: layers were exchanged since, and routes would follow the modules. Attach "
-                    "again"
-                )
-            current.last_layer = now.layer
         result = hook.select(now, forward, *args, **kwargs)
         current.calls[now.layer] += 1
         if not isinstance(hook, RouterHook):

@@ -105,7 +105,6 @@ class Pass:
         # by layer, what a router returned: its ids [R, K] as they are, or bool [R], whether the replayed ones are in it
         self.outputs: dict[int, Tensor] = {}
         self.with_grad = torch.is_grad_enabled()
-        self.last_layer = -1  # of the router that ran last, outside of graphs
         self._routers = routers
         self._parts: dict[bool, list[Any]] = {}
 

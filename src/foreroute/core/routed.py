@@ -13,10 +13,13 @@ Letters: B, T rows and positions of the batch, L routers, K picks, E experts.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager
-from functools import partial
-from typing import Any, Literal, NamedTuple, get_args
+import warnings
+from collections.abc import Callable, Generator, Iterator, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager
+from functools import partial, wraps
+from inspect import GEN_CREATED, getgeneratorstate
+from typing import Any, Literal, NamedTuple, ParamSpec, TypeVar, get_args
+from weakref import finalize
 
 import torch
 from torch import Tensor
@@ -29,7 +32,6 @@ from .hooks import ModelHooks
 from .passes import Interceptor, Pass, RecordOptions, ReplayCounts, Rows, move_tensor
 from .route_ids import INTEGERS, described, find_faults, raise_faults, signed
 from .trunk import TrunkArgs, TrunkHooks
-from .unopened import opened_by_with
 
 NOTHING_RECORDED = (
     "nothing was recorded: no forward of the attached model ran in the record() session, in the thread that opened it"
@@ -37,6 +39,29 @@ NOTHING_RECORDED = (
 
 Missing = Literal["native", "error"]
 """What to do with rows of -1 that are neither padding nor the last of their sequence."""
+
+
+P = ParamSpec("P")
+T = TypeVar("T")
+
+
+def opened_by_with(make: Callable[P, Iterator[T]]) -> Callable[P, AbstractContextManager[T]]:
+    """As `contextlib.contextmanager`; what it makes warns when it goes unopened, as it did nothing."""
+    managed = contextmanager(make)
+
+    @wraps(make)
+    def made(*args: P.args, **kwargs: P.kwargs) -> AbstractContextManager[T]:
+        session = managed(*args, **kwargs)
+        finalize(session, _warn_unopened, session.gen, make.__name__).atexit = False
+        return session
+
+    return made
+
+
+def _warn_unopened(session: Generator[Any, Any, Any], name: str) -> None:
+    if getgeneratorstate(session) == GEN_CREATED:
+        said = f"{name}() was never opened, and did nothing; write `with routed.{name}(...) as session:`"
+        warnings.warn(said, stacklevel=3)
 
 
 class LayerReport(NamedTuple):
@@ -251,23 +276,12 @@ class TensorRecording(Interceptor):
             self._passes.append((args, current.executed_LRK))
 
     def ids(self) -> list[Tensor]:
-        """[B, T, L, K] of each forward; those that go on with a key-value cache are joined to their first along T.
-
-        Positions that were cut off at the end of the cache before others took their place, such as drafts that a
-        sampler rejects, are left out.
-        """
+        """[B, T, L, K] of each forward; those that go on with a key-value cache are joined to their first along T."""
         parts: list[list[Tensor]] = []
-        begun = reached = 0  # positions, of the first forward of a batch and of the last
         for args, of_rows in self._passes:
-            past = args.past or 0
-            if not past or not parts:
-                begun = past
+            if not args.past or not parts:
                 parts.append([])
-            elif past < reached:  # what was cut off at the end of the cache, such as rejected drafts
-                parts[-1] = [torch.cat(parts[-1], 1)[:, : max(0, past - begun)]]
-                begun = min(begun, past)
             parts[-1].append(of_rows.unflatten(1, args.shape).permute(1, 2, 0, 3))
-            reached = past + args.shape[1]
         return [torch.cat(each, 1) for each in parts]
 
 
