@@ -1,4 +1,4 @@
-"""The core on models of xtuner. Mixtral's gate is a Linear and its block selects; shards run in training mode alone.
+"""The core on models of xtuner, whose shards run in training mode alone.
 
 The routes are forced a second time by another `torch.topk`, or the gate's formula once more.
 """
@@ -33,14 +33,9 @@ from transformers import pytorch_utils
 pytorch_utils.is_torch_greater_or_equal_than_1_13 = True
 
 from xtuner.model.transformers_models.deepseek_v2 import DeepseekV2Config, DeepseekV2ForCausalLM
-from xtuner.model.transformers_models.mixtral import MixtralConfig, MixtralForCausalLM
 
 SIZES = comparing.SIZES | {"intermediate_size": 16}
 SHARDS = {"moe_implementation": "shard", "expert_in_one_shard": 4}
-
-
-def make_mixtral(**how):
-    return seeded(MixtralForCausalLM(MixtralConfig(**SIZES, num_key_value_heads=2, num_local_experts=8, **how)))
 
 
 def make_deepseek_v2(**how):
@@ -101,16 +96,12 @@ def compiled(model):
 VARIANTS = {
     "full": partial(checkpointed, False),
     "reentrant": partial(checkpointed, True),
-    # Mixtral normalises in place what its top-k gave, which must then not be kept
     "selective": partial(selective, saves_top_k=False),
     "compiled": compiled,
 }
 GROUPS = {"topk_method": "group_limited_greedy", "n_group": 4, "topk_group": 2, "seq_aux": False}
-of_mixtral = partial(rows_handed_to_each, class_name="MixtralSparseMoeBlock")
 of_deepseek = partial(rows_handed_to_each, class_name="DeepseekV2MoE")
 KINDS = [
-    Kind("Mixtral", make_mixtral, of_mixtral, another_top_k, VARIANTS),
-    Kind("Mixtral-shards", partial(make_mixtral, **SHARDS), handed_to_shards, another_top_k, VARIANTS),
     Kind("DeepSeek-V2", make_deepseek_v2, of_deepseek, another_top_k, VARIANTS),
     Kind("DeepSeek-V2-shards", partial(make_deepseek_v2, **SHARDS), handed_to_shards, another_top_k, VARIANTS),
     Kind(

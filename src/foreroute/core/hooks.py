@@ -125,7 +125,6 @@ class RouterHook(SelectionHook):
         self.num_experts = num_experts
         self.top_k = top_k
         self.by_softmax = False  # whether it selects by a softmax over all experts
-        self.returns_ids = True  # whether what it returns tells its ids, which that of a block may not
         self.rule = SelectionRule()  # how it selects
 
 
@@ -446,8 +445,6 @@ class ModelHooks(ABC):
             return result
         if hook in self._experts_check.waiting:
             self._experts_check.follow(hook, now, result, self.checks)
-        if not hook.returns_ids:
-            return result
         if current.options.outputs and now.ids_RK is not None:
             current.outputs[now.layer] = ids_or_obeyed(result, hook, now.ids_RK)
         is_watched = hook.is_replaced or hook.selecting[0]._forward_hooks or every_module._global_forward_hooks
