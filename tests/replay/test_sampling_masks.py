@@ -1,7 +1,5 @@
 """Log-probabilities on recorded sets, against dense float64."""
 
-import math
-
 import numpy as np
 import pytest
 import torch
@@ -10,7 +8,6 @@ import torch.distributed as dist
 from foreroute.errors import BatchMismatchError, ConfigError, TraceContentError
 from foreroute.replay import masked_logprobs, masked_logprobs_of_logits
 from foreroute.replay import rows as uploads
-from foreroute.replay.sampling_masks import masked_entropy_of_logits
 from foreroute.testing.counting_device import DEVICE, other_device
 from foreroute.trace import DecisionStream
 
@@ -100,16 +97,6 @@ def on_rank(rank):
     with pytest.raises(BatchMismatchError) as refused:
         masked_logprobs_of_logits(logits, (targets + 1) % VOCABULARY, masks, vocabulary_group=ranks)
     return found.detach(), logits.grad, str(refused.value)
-
-
-def test_the_entropy_is_that_of_the_dense_computation():
-    hidden, head, targets, masks = problem()
-    logits = (hidden @ head.T).detach()
-    found = masked_entropy_of_logits(logits, targets, masks, temperature=0.7)
-    for row in range(masks.num_rows):
-        ids = masks.ids[masks.offsets[row] : masks.offsets[row + 1]].tolist() or range(masks.num_choices)
-        p = [math.exp(float(logits[row, i]) / 0.7) for i in ids]
-        assert float(found[row]) == pytest.approx(-sum(x / sum(p) * math.log(x / sum(p)) for x in p), abs=1e-12)
 
 
 REFUSED = {

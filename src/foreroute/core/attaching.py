@@ -64,9 +64,9 @@ def attach_by(
     """
     require_attachable(model)
     candidates = find_routers(model)
-    with untouched(model) as in_training:
+    with untouched(model):
         probe = Probe.of(model, example)
-        found = find_by(probe, candidates, in_training)
+        found = find_by(probe, candidates)
         hooks = make_hooks(model, found.trunk, found.routers)
         hooks.tokens = found.tokens
         self_check(hooks, probe)

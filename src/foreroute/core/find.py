@@ -10,7 +10,7 @@ import inspect
 import re
 import sys
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import partial
 from types import FrameType
@@ -97,14 +97,11 @@ class FoundRouters(NamedTuple):
     routers: list[SelectingRouter]  # in the order in which they selected
 
 
-def find_by(
-    probe: Probe, candidates: list[SelectingRouter], in_training: Callable[[], bool] = lambda: False
-) -> FoundRouters:
+def find_by(probe: Probe, candidates: list[SelectingRouter]) -> FoundRouters:
     """Run the model on a few tokens and watch the candidates, each of which then knows E, K and its final top-k.
 
     Candidates that do not run on text alone (vision experts beside text experts, vision towers) are left out; so are
-    gates that select nothing. `in_training` has the model run as it trains, and says whether that is another mode; for
-    one that runs in no other.
+    gates that select nothing.
 
     Raises:
         AttachError: when the forward fails, no router runs, a router runs without selecting, or several times, or not
@@ -112,12 +109,7 @@ def find_by(
             tokens.
     """
     model = probe.model
-    try:
-        watched = _watch(probe, candidates)
-    except AttachError:
-        if not in_training():
-            raise
-        watched = _watch(probe, candidates)
+    watched = _watch(probe, candidates)
     routers = watched.routers()
     for router in routers:
         if watched.times[router] > 1:

@@ -97,12 +97,6 @@ class SelectionHook(ABC):
         self.is_replaced = False  # whether the method is another than when the model was attached
         self._attached = selecting[0].__dict__.get(selecting[1])
 
-    @property
-    def original(self) -> Callable[..., Any]:
-        """The method as it was when the model was attached."""
-        module, name = self.selecting
-        return self._attached or partial(getattr(type(module), name), module)
-
     def installed(self, run: Callable[..., Any]) -> AbstractContextManager[None]:
         """While the context is open, `run(method, ...)` is called in the place of the method. As `overridden`."""
         module, name = self.selecting
@@ -466,10 +460,8 @@ class ModelHooks(ABC):
 
 def _not_once(hook: SelectionHook, count: int) -> ReplayError:
     why = (
-        "PEFT ran the module that it is a copy of, as under disable_adapter() or with another adapter"
-        if ".modules_to_save." in hook.path
-        else "a fused kernel, a captured graph, another branch, or a checkpoint that torch.compile cannot hold in one "
-        "graph bypassed it"
+        "a fused kernel, a captured graph, another branch, PEFT's disable_adapter(), or a checkpoint that torch.compile "
+        "cannot hold in one graph bypassed it"
     )
     return ReplayError(
         f"{hook.noun} {hook.path} selected {count} times in one forward, expected once: "

@@ -1,4 +1,4 @@
-"""Ids of experts as they are given: integers of any type, -1 where a row has no route, and what can be wrong with them.
+"""Ids of experts as they are given, -1 where a row has no route, and what can be wrong with them.
 
 They are checked on the device. Nothing waits for it until somebody asks.
 """
@@ -12,12 +12,7 @@ from torch import Tensor
 
 from .errors import ReplayError
 
-UNSIGNED = {
-    torch.uint8: torch.int16,
-    torch.uint16: torch.int32,
-    torch.uint32: torch.int64,
-    torch.uint64: torch.int64,
-}
+UNSIGNED = {torch.uint8: torch.int16, torch.uint16: torch.int32}
 """Types without -1, and those that hold their ids beside it."""
 INTEGERS = (torch.int8, torch.int16, torch.int32, torch.int64, *UNSIGNED)
 FAULTS = (
@@ -61,7 +56,6 @@ def signed(ids: Tensor) -> Tensor:
     if ids.dtype not in UNSIGNED:
         return ids
     wide = ids.to(UNSIGNED[ids.dtype])
-    was_minus_one = wide == (-1 if ids.dtype == torch.uint64 else torch.iinfo(ids.dtype).max)
-    wide = wide.where(wide >= 0, torch.iinfo(wide.dtype).max)  # what int64 does not hold is above all ids
+    was_minus_one = wide == torch.iinfo(ids.dtype).max
     # with one pick, 255 may be the expert of that number
     return wide.masked_fill(was_minus_one.all(-1, keepdim=True), -1) if ids.shape[-1] > 1 else wide

@@ -1,10 +1,5 @@
 """Sessions of an attached model, and replay of integer tensors: what a maintainer of a framework types.
 
-    routed = attach(model)                                   # proves itself, or names the router
-    with routed.replay(ids_BTLK, attention_mask):            # -1: not recorded, the router chooses
-        loss = model(**batch).loss                           # any checkpointing; backward may run later
-    routed.report()                                          # rows replayed, natively differing, of each router
-
 Nothing here waits for the device until somebody asks. Ids are checked on it; what is wrong takes no effect there, and
 is told at the end of a later session, or by `report`.
 

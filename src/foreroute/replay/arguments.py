@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping
-from itertools import islice
 from typing import Any, get_args
 
 import numpy as np
@@ -14,7 +13,6 @@ from foreroute.layout import Layout
 from foreroute.trace import NO_VERSION, RoutingTrace
 
 LARGEST_VERSION = np.iinfo(np.int32).max
-SHOWN_VERSIONS = 8
 WANTED_MASK = "expected [batch, tokens], 1 for tokens and 0 for padding"
 
 
@@ -64,8 +62,8 @@ def require_version(versions: tuple[int, ...], expected: int | Collection[int], 
                 "Name the weights where the trace is made: weight_version=, or --weight-version of foreroute convert"
             )
         raise StaleTraceError(
-            f"{what} was recorded under weight versions {list(versions)}, expected only {_shown(accepted)} "
-            f"({NO_VERSION} means not stated). {remedy}"
+            f"{what} was recorded under weight versions {list(versions)}, expected only "
+            f"{accepted if stated else sorted(map(int, accepted))} ({NO_VERSION} means not stated). {remedy}"
         )
 
 
@@ -99,11 +97,9 @@ def _accepted(expected: object) -> Collection[int]:
     listed = expected.tolist() if hasattr(expected, "tolist") else expected  # of numpy and torch
     if _is_version(listed):
         return (listed,)  # type: ignore[return-value]
-    if isinstance(listed, str | bytes | Mapping) or not isinstance(listed, Collection) or not listed:
-        raise _no_version(expected)
-    if not all(map(_is_version, listed)):
-        raise _no_version(expected)
-    return listed
+    if isinstance(listed, Collection) and listed and not isinstance(listed, Mapping) and all(map(_is_version, listed)):
+        return listed
+    raise _no_version(expected)
 
 
 def _is_version(value: object) -> bool:
@@ -116,13 +112,3 @@ def _no_version(value: object) -> ConfigError:
         f"weight_version is {value!r}, a {type(value).__name__}; expected a whole number from 0 to {LARGEST_VERSION} "
         f"({NO_VERSION} for not stated) or, where several are accepted, a list or range of them"
     )
-
-
-def _shown(accepted: Collection[int]) -> str:
-    if isinstance(accepted, range):  # which may be longer than any list
-        ends = sorted((accepted[0], accepted[-1]))
-        few = [v for v in islice(accepted, SHOWN_VERSIONS + 1) if v >= 0]
-        return f"those from {max(ends[0], 0)} to {ends[1]}" if len(few) > SHOWN_VERSIONS else _shown(few)
-    numbers = sorted(accepted)
-    more = f" and {len(numbers) - SHOWN_VERSIONS} more" if len(numbers) > SHOWN_VERSIONS else ""
-    return ", ".join(str(int(v)) for v in numbers[:SHOWN_VERSIONS]) + more

@@ -96,24 +96,39 @@ def masked_logprobs_of_logits(
     `logits_RV` are floats [R, V], as the model returns them, and `vocabulary_group` is the ranks that share the rows;
     the other arguments, and errors, are those of `masked_logprobs`. Returns float32 [R], float64 where the logits are.
     """
-    kept = _SetLogits.of(logits_RV, targets_R, masks, temperature, vocabulary_group)
-    return kept.chosen_R - kept.log_sums_R
-
-
-def masked_entropy_of_logits(
-    logits_RV: Tensor, targets_R: Tensor, masks: DecisionStream, *, temperature: float = 1.0
-) -> Tensor:
-    """Compute the entropy [R] of the sets' distributions, in nats; the rest is as in `masked_logprobs_of_logits`."""
-    kept = _SetLogits.of(logits_RV, targets_R, masks, temperature)
-    sets = kept.sets
-    # -sum p log p = log Z - sum p l
-    means_R = torch.zeros_like(kept.log_sums_R).index_add(
-        0, sets.row_M, (kept.logits_M - kept.log_sums_R[sets.row_M]).exp() * kept.logits_M
-    )
-    if kept.all_logits is not None:
-        whole = (kept.all_logits.softmax(-1) * kept.all_logits).sum(-1)
-        means_R = means_R.index_copy(0, sets.unlimited, whole)
-    return kept.log_sums_R - means_R
+    if logits_RV.ndim != 2:
+        raise BatchMismatchError(f"logits have shape {tuple(logits_RV.shape)}; expected [R, V]")
+    num_rows, num_here = logits_RV.shape
+    group = vocabulary_group
+    num_ranks, rank = (1, 0) if group is None else (dist.get_world_size(group), dist.get_rank(group))
+    sets = _Sets.of(masks, targets_R, (num_rows, num_here * num_ranks), temperature, logits_RV.device)
+    wide, row_M, first = _wide(logits_RV), sets.row_M, rank * num_here
+    # A token that no part has is told by the check of its set.
+    columns_R, columns_M = sets.targets_R - first, sets.ids_M - first
+    chosen_R = logits_RV.gather(1, columns_R.clamp(0, num_here - 1)[:, None])[:, 0].to(wide) / temperature
+    picked_M = row_M * num_here + columns_M.clamp(0, num_here - 1)
+    logits_M = logits_RV.reshape(-1).index_select(0, picked_M).to(wide) / temperature
+    if group is not None:
+        chosen_R = chosen_R.masked_fill((columns_R < 0) | (columns_R >= num_here), 0)
+        logits_M = logits_M.masked_fill((columns_M < 0) | (columns_M >= num_here), -torch.inf)
+    # Sums are taken relative to the highest logit of each set.
+    top_R = torch.full(sets.counts_R.shape, -torch.inf, dtype=wide, device=logits_RV.device)
+    top_R = top_R.scatter_reduce(0, row_M, logits_M.detach(), "amax")
+    all_logits = None
+    if len(sets.unlimited):
+        num_choices = sets.masks.num_choices - first
+        all_logits = logits_RV.index_select(0, sets.unlimited)[:, : max(1, num_choices)].to(wide) / temperature
+        if num_choices < 1:  # padding alone is here
+            all_logits = torch.full_like(all_logits, -torch.inf)
+        top_R = top_R.index_copy(0, sets.unlimited, all_logits.detach().amax(-1))
+    if group is not None:
+        dist.all_reduce(top_R, dist.ReduceOp.MAX, group=group)
+    sums_R = torch.zeros_like(top_R).index_add(0, row_M, (logits_M - top_R[row_M]).exp())
+    if all_logits is not None:
+        sums_R = sums_R.index_copy(0, sets.unlimited, (all_logits - top_R[sets.unlimited, None]).exp().sum(-1))
+    if group is not None:
+        sums_R, chosen_R = _SumOverRanks.apply(torch.stack([sums_R, chosen_R]), group)
+    return chosen_R - (top_R + sums_R.log())
 
 
 @dataclass(frozen=True, eq=False)
@@ -149,60 +164,6 @@ class _Sets:
         wrong = ~(is_choice_R & (found_R | (counts_R == 0))).all()
         _checks.add(wrong, partial(_raise_outside, masks, targets_R))
         return sets
-
-
-@dataclass(frozen=True, eq=False)
-class _SetLogits:
-    """Logits over the temperature, of the sets alone."""
-
-    sets: _Sets
-    logits_M: Tensor
-    all_logits: Tensor | None  # [unlimited rows, V]; None where there is no such row
-    log_sums_R: Tensor  # the logarithm of the sum of exp(logits) of each set
-    chosen_R: Tensor  # of the tokens that were sampled
-
-    @classmethod
-    def of(
-        cls,
-        logits_RV: Tensor,
-        targets_R: Tensor,
-        masks: DecisionStream,
-        temperature: float,
-        group: dist.ProcessGroup | None = None,
-    ) -> _SetLogits:
-        """Take the logits of the sets that are here, and add up over the ranks of a group, which have the others."""
-        if logits_RV.ndim != 2:
-            raise BatchMismatchError(f"logits have shape {tuple(logits_RV.shape)}; expected [R, V]")
-        num_rows, num_here = logits_RV.shape
-        num_ranks, rank = (1, 0) if group is None else (dist.get_world_size(group), dist.get_rank(group))
-        sets = _Sets.of(masks, targets_R, (num_rows, num_here * num_ranks), temperature, logits_RV.device)
-        wide, row_M, first = _wide(logits_RV), sets.row_M, rank * num_here
-        # A token that no part has is told by the check of its set.
-        columns_R, columns_M = sets.targets_R - first, sets.ids_M - first
-        chosen_R = logits_RV.gather(1, columns_R.clamp(0, num_here - 1)[:, None])[:, 0].to(wide) / temperature
-        picked_M = row_M * num_here + columns_M.clamp(0, num_here - 1)
-        logits_M = logits_RV.reshape(-1).index_select(0, picked_M).to(wide) / temperature
-        if group is not None:
-            chosen_R = chosen_R.masked_fill((columns_R < 0) | (columns_R >= num_here), 0)
-            logits_M = logits_M.masked_fill((columns_M < 0) | (columns_M >= num_here), -torch.inf)
-        # Sums are taken relative to the highest logit of each set.
-        top_R = torch.full(sets.counts_R.shape, -torch.inf, dtype=wide, device=logits_RV.device)
-        top_R = top_R.scatter_reduce(0, row_M, logits_M.detach(), "amax")
-        all_logits = None
-        if len(sets.unlimited):
-            num_choices = sets.masks.num_choices - first
-            all_logits = logits_RV.index_select(0, sets.unlimited)[:, : max(1, num_choices)].to(wide) / temperature
-            if num_choices < 1:  # padding alone is here
-                all_logits = torch.full_like(all_logits, -torch.inf)
-            top_R = top_R.index_copy(0, sets.unlimited, all_logits.detach().amax(-1))
-        if group is not None:
-            dist.all_reduce(top_R, dist.ReduceOp.MAX, group=group)
-        sums_R = torch.zeros_like(top_R).index_add(0, row_M, (logits_M - top_R[row_M]).exp())
-        if all_logits is not None:
-            sums_R = sums_R.index_copy(0, sets.unlimited, (all_logits - top_R[sets.unlimited, None]).exp().sum(-1))
-        if group is not None:
-            sums_R, chosen_R = _SumOverRanks.apply(torch.stack([sums_R, chosen_R]), group)
-        return cls(sets, logits_M, all_logits, top_R + sums_R.log(), chosen_R)
 
 
 class _SumOverRanks(torch.autograd.Function):
