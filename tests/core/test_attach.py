@@ -115,7 +115,7 @@ def test_what_does_not_select_once_in_a_router_is_named(fault):
 
 
 WRONG_EXAMPLES = [
-    (None, r"attach\(model, example=.* tokens, scale;"),
+    (None, r"attach\(model, example=.* tokens, scale,"),
     ({"scale": 1.0}, r"has scale; .* Model"),
     (TOKENS, "is a Tensor"),
     ({"tokens": TOKENS}, r"in eval.* tokens alone"),

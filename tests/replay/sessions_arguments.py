@@ -18,8 +18,8 @@ from foreroute.errors import (
 from tests.replay.session_subject import batch_of, entering, foreign, prepared, recorded, refuses, replayed
 
 BATCH = batch_of()
-NOT_VERSIONS = [True, 7.0, "1", [], [None], [1.0], [[1]], {1: 2}, torch.tensor(1.0), object(), -2, [-2], range(-3, 0)]
-VERSIONS = [1, np.int64(1), np.array(1), torch.tensor(1), [1], (0, 1), {1}, range(3), np.array([1]), range(10**15)]
+NOT_VERSIONS = [True, 7.0, "1", [], [None], {1: 2}, torch.tensor(1.0), -2, range(-3, 0)]
+VERSIONS = [1, np.int64(1), torch.tensor(1), {0, 1}, np.array([1]), range(10**15)]
 
 
 def check_values_of_the_wrong_kind_are_refused_by_name_and_leave_no_trace(framework):

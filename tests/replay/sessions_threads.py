@@ -100,27 +100,3 @@ def check_two_models_in_two_threads_keep_to_their_own_traces(framework):
     alone = [run() for run in runs]
     assert alone[0] != alone[1]
     assert together(runs, ["one", "two"]) == alone
-
-
-def check_two_threads_that_share_a_model_never_blame_a_kernel(framework):
-    """Each forward is right or refused by the names of the threads, whatever the moments at which they meet."""
-    on = framework.built()
-    alone = recorded(on, BATCH)
-
-    def work():
-        outcomes = []
-        for _ in range(12):
-            try:
-                outcomes.append(recorded(on, BATCH))
-            except ReplayError as error:
-                outcomes.append(error)
-        return outcomes
-
-    outcomes = [outcome for each in together([work, work], ["worker 0", "worker 1"]) for outcome in each]
-    for outcome in outcomes:
-        if isinstance(outcome, ReplayError):
-            assert "thread 'worker" in str(outcome)
-        else:
-            assert outcome.equals(alone)
-    assert any(not isinstance(outcome, ReplayError) for outcome in outcomes)
-    on.loss(BATCH)

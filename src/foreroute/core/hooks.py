@@ -28,7 +28,7 @@ from torch.nn.modules import module as every_module
 
 from .deferred_checks import DeferredChecks
 from .errors import ReplayError
-from .output_check import ExpertsCheck, OutputCheck, ids_or_obeyed
+from .output_check import OutputCheck, ids_or_obeyed
 from .passes import (
     ForwardArgs,
     Interceptor,
@@ -193,10 +193,9 @@ class ModelHooks(ABC):
         self.passes = PassStack(self.every)
         self.sessions = ThreadGuard("has a record() or replay() session open on it")
         self.interceptors: list[Interceptor] = []
-        self._output_check = OutputCheck()
         # what is handed the ids that a router picked: its path, and which argument
         self.experts: dict[RouterHook, tuple[str, nn.Module, int | str]] = {}
-        self._experts_check = ExpertsCheck(self.experts)
+        self._output_check = OutputCheck(self.experts)
         self._modules = list({trunk: None} | {hook.selecting[0]: None for hook in self.every})
         self._in_order = self._routers_in_order()
         self._num_users = 0  # sessions, and recomputations behind them
@@ -228,7 +227,7 @@ class ModelHooks(ABC):
         with self.sessions.held("opens a session on a model"), self._used(self._on_trunk, *self._on_modules.values()):
             self.interceptors += interceptors
             self._join_options()
-            self._experts_check.begin()
+            self._output_check.begin()
             try:
                 yield
             finally:
@@ -236,8 +235,7 @@ class ModelHooks(ABC):
                     self.interceptors.remove(each)
                 self._join_options()
                 if not self.interceptors:
-                    self._experts_check.expect_uncalled()
-                    self._output_check.remove()
+                    self._output_check.expect_uncalled()
         if not self.interceptors:
             self.checks.close()
         if self.left_behind:
@@ -326,7 +324,7 @@ class ModelHooks(ABC):
                 try:
                     result = forward(*args, **kwargs)
                 except BaseException:
-                    self._experts_check.expect_uncalled()
+                    self._output_check.expect_uncalled()
                     raise
             if not self._on_trunk.num_users:
                 raise ReplayError(
@@ -437,8 +435,8 @@ class ModelHooks(ABC):
         current.calls[now.layer] += 1
         if not isinstance(hook, RouterHook):
             return result
-        if hook in self._experts_check.waiting:
-            self._experts_check.follow(hook, now, result, self.checks)
+        if hook in self._output_check.waiting:
+            self._output_check.follow_experts(hook, now, result, self.checks)
         if current.options.outputs and now.ids_RK is not None:
             current.outputs[now.layer] = ids_or_obeyed(result, hook, now.ids_RK)
         is_watched = hook.is_replaced or hook.selecting[0]._forward_hooks or every_module._global_forward_hooks
@@ -460,8 +458,8 @@ class ModelHooks(ABC):
 
 def _not_once(hook: SelectionHook, count: int) -> ReplayError:
     why = (
-        "a fused kernel, a captured graph, another branch, PEFT's disable_adapter(), or a checkpoint that torch.compile "
-        "cannot hold in one graph bypassed it"
+        "a fused kernel, a captured graph, another branch, PEFT's disable_adapter(), or a checkpoint that "
+        "torch.compile cannot hold in one graph bypassed it"
     )
     return ReplayError(
         f"{hook.noun} {hook.path} selected {count} times in one forward, expected once: "

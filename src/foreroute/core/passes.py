@@ -1,11 +1,7 @@
 """A pass: one forward of a model, and what its routers do in it, as tensors on its device.
 
-Only the selection is replaced. A router computes scores, selects K experts, and turns the scores of the selected ones
-into gate weights. Whatever its own rule is, it is evaluated at the forced experts, on live scores, with live gradients:
-
-    g_i = exp(s_i) / sum_{j in I} exp(s_j)   for i in the replayed set I, else 0
-
-for the softmax family (Rollout Routing Replay, arXiv 2510.11370, section 4.1).
+Only the selection is replaced (Rollout Routing Replay, arXiv 2510.11370, section 4.1). Whatever the rule of a router's
+gate weights is, it is evaluated at the forced experts, on live scores, with live gradients.
 
 Absence is data: an id of -1 stands for a row that has no route. So the host knows nothing of which rows these are, and
 nothing here waits for the device. What routers pick natively is kept, and a recomputation runs the same experts as the
@@ -68,9 +64,8 @@ class Pass:
         margin_LR: float32 [L, R] on the device, the K-th minus the (K+1)-th selection score of a router, in its own
             scale; 0 where it picks all experts, and None where it was not asked for.
         deficit_LR: float32 [L, R] on the device, the least selection score of the native picks less the least of the
-            executed ones, of a softmax in logits; 0 where they are the same, and None where it was not asked for. A row
-            whose native picks are others in a replayed pass is a root: all before it is the engine's, and the router
-            would still choose otherwise. A near-tie has a small deficit, a defect a large one.
+            executed ones, of a softmax in logits; 0 where they are the same, and None where it was not asked for. A
+            near-tie has a small deficit, a defect a large one.
     """
 
     def __init__(

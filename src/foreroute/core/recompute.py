@@ -154,8 +154,8 @@ def prove() -> None:
         what = "keep what they run again in a place" if nested != [2] * 4 else "number operators in a way"
         raise ReplayError(
             f"checkpoints of torch {torch.__version__} {what} that is not known, so that a recomputation would not "
-            f"find its routes; found of reentrant and other ones in one another {nested}. Use a release of torch from 2.10 "
-            "on that foreroute was tested with"
+            f"find its routes; found of reentrant and other ones in one another {nested}. Use a release of torch from "
+            "2.10 on that foreroute was tested with"
         )
 
 

@@ -69,9 +69,8 @@ class Telemetry(Interceptor):
         on_host = {name: value.to("cpu", non_blocking=value.is_cuda) for name, value in sums.items()}
         if sums["rows"].is_cuda:
             torch.cuda.current_stream(sums["rows"].device).synchronize()
-        rows = int(on_host.pop("rows"))
-        counted = {name: value.numpy() for name, value in on_host.items()}
-        return RoutingMismatch(rows=rows, picks_L=self._spec_of(chunk).picks_L, **counted)
+        counted: dict[str, Any] = {name: value.numpy() for name, value in on_host.items()}
+        return RoutingMismatch(**counted | {"rows": int(counted["rows"]), "picks_L": self._spec_of(chunk).picks_L})
 
     def expert_counts_LE(self, chunk: int) -> NDArray[np.int64]:
         """int64 [L, E], tokens of each expert without padding, of a chunk that has counted. Waits for the device."""

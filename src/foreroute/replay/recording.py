@@ -232,7 +232,7 @@ def _tokens_of(sequences: Any, attention_mask: ArrayLike | None) -> list[NDArray
     if isinstance(sequences, list | tuple):
         if attention_mask is not None:
             raise BatchMismatchError("sequences in a list have no padding; give no attention_mask with them")
-        rows = [_as_array(row) for row in sequences]
+        rows = list(map(_as_array, sequences))
     else:
         rows_BT = _as_array(sequences)
         if rows_BT.ndim != 2:
@@ -242,7 +242,13 @@ def _tokens_of(sequences: Any, attention_mask: ArrayLike | None) -> list[NDArray
             )
         rows = list(rows_BT)
         if attention_mask is not None:
-            rows = [row[kept] for row, kept in zip(rows, _mask_of(attention_mask, rows_BT.shape), strict=True)]
+            mask_BT = _as_array(attention_mask)
+            if mask_BT.shape != rows_BT.shape:
+                raise BatchMismatchError(
+                    f"attention_mask is {mask_BT.shape} and the sequences are {rows_BT.shape}; expected the mask of "
+                    "prompts and responses: 0 for padding before a prompt, and for what follows the end of a response"
+                )
+            rows = [row[kept] for row, kept in zip(rows, kept_by(mask_BT), strict=True)]
     for s, row in enumerate(rows):
         if row.ndim != 1 or row.dtype.kind not in "iu" or not len(row):
             raise BatchMismatchError(
@@ -251,21 +257,8 @@ def _tokens_of(sequences: Any, attention_mask: ArrayLike | None) -> list[NDArray
     return [row.astype(np.int64) for row in rows]
 
 
-def _mask_of(attention_mask: ArrayLike, shape: tuple[int, ...]) -> NDArray[np.bool_]:
-    mask = _as_array(attention_mask)
-    if mask.shape != shape:
-        raise BatchMismatchError(
-            f"attention_mask is {mask.shape} and the sequences are {shape}; expected the mask of prompts and "
-            "responses: 0 for padding before a prompt, and for what follows the end of a response"
-        )
-    return kept_by(mask)
-
-
 def _as_array(values: Any) -> NDArray[Any]:
-    try:
-        return to_host(values) if isinstance(values, Tensor) else np.asarray(values)
-    except (TypeError, ValueError) as error:
-        raise BatchMismatchError(f"a {type(values).__name__} holds no tokens ({error}); expected integers") from error
+    return to_host(values) if isinstance(values, Tensor) else np.asarray(values)
 
 
 def _inputs_of(recorded: RoutingTrace, tokens: Sequence[NDArray[np.int64]]) -> RoutingTrace:

@@ -175,25 +175,20 @@ class RoutedModel(HookedModel, ABC):
         compared with theirs. The last token of each sequence is routed by the model itself. With activations recomputed
         or not, `backward()` may run inside or outside the context.
 
-        Hugging Face: sequences are one per row, padded on either side, or several per row where `position_ids` start
-        anew at 0 (or `cu_seq_lens_q` says so). Megatron-Core: sequences of the micro-batch are padded on the
-        right, or as a layout says, or packed (`packed_seq_params`).
-
         Args:
             routes: of the sequences of the batch: a trace, as `trace.select(...)` gives it for a micro-batch. On
                 Hugging Face also what `rows` made of one, to be replayed several times; on Megatron-Core also what
                 `shard` made, whose policies then hold.
-            layout: where the sequences are in the batch, before ranks share it. Seen from the batch by default.
+            layout: where the sequences are in the batch, before ranks share it. By default seen from the batch: by its
+                mask; packed, by positions that start anew or offsets (`cu_seq_lens_q`, `packed_seq_params`).
             weight_version: when given, the version that every routed row must have been recorded under, or the
                 versions that are accepted, such as `range(3, 6)` where rollouts may be two versions old. A range
                 accepts no row whose version is not stated.
             missing: what to do when a row has no route other than the last of its sequence: refuse the batch
                 ("error"), let the model route it ("native"), or that and take the tokens after it out of the loss by
                 `session.loss_mask_BT` ("drop").
-            padding: who picks for padding: replay, evenly over experts and their ranks ("spread"), or the model
-                ("native"). By default "spread" on Megatron-Core, whose dispatcher sends padding to ranks, and "native"
-                on Hugging Face. Megatron-Core leaves padding out of auxiliary losses and expert-bias counters either
-                way.
+            padding: who picks for padding: replay, evenly over experts and their ranks ("spread", the default on
+                Megatron-Core, whose dispatcher sends padding to ranks), or the model ("native", on Hugging Face).
             counts: which selection auxiliary losses, expert-bias counters and `expert_counts_LE()` count: the
                 router's own ("native") or the executed one ("replayed").
             telemetry: also let each router select by itself, for `session.agreement()` and `expert_counts_LE()`.
@@ -202,14 +197,9 @@ class RoutedModel(HookedModel, ABC):
             The session.
 
         Raises:
-            TraceError: when `routes` are none.
-            SpecMismatchError: when they belong to another model.
-            StaleTraceError: when they were recorded under another weight version.
+            TraceError: when `routes` are none, or, as one of its kinds, of another model, weight version or batch.
             ConfigError: for a policy that does not exist, or an argument of the wrong type.
-            TraceContentError: when choices of indexers cannot be those of their rows.
-            LayoutError: when the layout is none, or is not one of this batch.
-            BatchMismatchError: when a layer that routes by a table of tokens says otherwise; in the forward, when batch
-                and routes hold different tokens, or rows are missing.
+            BatchMismatchError: in the forward, when batch and routes hold different tokens, or rows are missing.
             ReplayError: when a router bypassed replay, no forward ran in the session, or another thread has a session
                 open on the model or runs it.
         """
