@@ -3,7 +3,6 @@
 import numpy as np
 import pytest
 import torch
-import torch.distributed as dist
 
 from foreroute.errors import BatchMismatchError, ConfigError, TraceContentError
 from foreroute.replay import masked_logprobs, masked_logprobs_of_logits
@@ -65,38 +64,6 @@ def test_values_and_gradients_are_those_of_the_dense_computation(compute, temper
     single = torch.from_numpy(masks.counts_ND[:, 0] == 1)
     assert not found[single].any()
     assert not got[0][single].any()
-
-
-VOCABULARY_RANKS = 3
-PART = 350
-"""Logits of a rank: the last of three has padding alone."""
-
-
-@pytest.mark.slow
-def test_ranks_that_share_the_vocabulary_have_the_values_and_gradients_of_one(workers):
-    ranks = workers(VOCABULARY_RANKS).run(on_rank)
-    hidden, head, targets, masks = problem()
-    logits = (hidden @ head.T).detach().requires_grad_()
-    expected = dense(logits, targets, masks, 0.7)
-    (expected * torch.arange(len(targets))).sum().backward()
-    for rank, (found, gradient, refused) in enumerate(ranks):
-        assert torch.allclose(found, expected, rtol=0, atol=1e-12)
-        part = logits.grad[:, rank * PART : (rank + 1) * PART]
-        assert torch.allclose(gradient[:, : part.shape[1]], part, rtol=0, atol=1e-12)
-        assert not gradient[:, part.shape[1] :].any()
-        assert "leaves out its token" in refused
-
-
-def on_rank(rank):
-    hidden, head, targets, masks = problem()
-    whole = torch.nn.functional.pad((hidden @ head.T).detach(), (0, VOCABULARY_RANKS * PART - len(head)), value=9.0)
-    logits = whole[:, rank * PART : (rank + 1) * PART].clone().requires_grad_()
-    ranks = dist.group.WORLD
-    found = masked_logprobs_of_logits(logits, targets, masks, temperature=0.7, vocabulary_group=ranks)
-    (found * torch.arange(len(targets))).sum().backward()
-    with pytest.raises(BatchMismatchError) as refused:
-        masked_logprobs_of_logits(logits, (targets + 1) % VOCABULARY, masks, vocabulary_group=ranks)
-    return found.detach(), logits.grad, str(refused.value)
 
 
 REFUSED = {

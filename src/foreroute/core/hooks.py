@@ -28,7 +28,7 @@ from torch.nn.modules import module as every_module
 
 from .deferred_checks import DeferredChecks
 from .errors import ReplayError
-from .output_check import OutputCheck, ids_or_obeyed
+from .output_check import OutputCheck, holds_ids
 from .passes import (
     ForwardArgs,
     Interceptor,
@@ -348,7 +348,7 @@ class ModelHooks(ABC):
         for each in interceptors:
             each.end_pass(self.chunk, batch, current)
         if current is not None:  # which lives on for its recomputations
-            current.outputs.clear()
+            current.obeyed.clear()
 
     def begin_pass(self, batch: ForwardArgs) -> Rows | None:
         """Give the routes to force on a pass that begins. Raises `ReplayError` while a CUDA graph is captured."""
@@ -438,7 +438,8 @@ class ModelHooks(ABC):
         if hook in self._output_check.waiting:
             self._output_check.follow_experts(hook, now, result, self.checks)
         if current.options.outputs and now.ids_RK is not None:
-            current.outputs[now.layer] = ids_or_obeyed(result, hook, now.ids_RK)
+            obeys = partial(holds_ids, result, hook, may_drop=True)
+            current.obeyed[now.layer] = run_unnumbered(obeys, now.ids_RK.clamp_min(0))
         is_watched = hook.is_replaced or hook.selecting[0]._forward_hooks or every_module._global_forward_hooks
         if is_watched:
             self._output_check.follow(hook, now, result, self.checks)

@@ -117,14 +117,6 @@ def _ran(now: LayerPass) -> Tensor:
     return now.into_RK if now.ids_RK is None else torch.where(now.ids_RK < 0, now.into_RK, now.ids_RK)
 
 
-def ids_or_obeyed(output: Any, router: RouterHook, ids_RK: Tensor) -> Tensor:
-    """Give the ids [R, K] that a router returned, untouched; else bool [R] as `holds_ids`, for rows with a route."""
-    listed = [] if router.rule.num_skip_classes else _listed_ids(output, router, ids_RK)
-    if len(listed) == 1 and listed[0].shape == ids_RK.shape and listed[0].device == ids_RK.device:
-        return listed[0]  # compared at the end of the pass, for all layers at once
-    return run_unnumbered(partial(holds_ids, output, router, may_drop=True), ids_RK.long().clamp_min(0))
-
-
 def holds_ids(output: Any, router: RouterHook, ids_RK: Tensor, *, may_drop: bool) -> Tensor:
     """Bool [R], whether what a router returned holds these ids: as they are, or as a row [E] that is not 0 at them.
 

@@ -97,8 +97,7 @@ class Pass:
         self.num_expected = num_layers  # how many of these must select, each once
         self.others: Sequence[tuple[Any, Any]] = ()  # what each other module does in the pass, and in recomputation
         self.returned: dict[int, Tensor] = {}  # by other modules, by their number
-        # by layer, what a router returned: its ids [R, K] as they are, or bool [R], whether the replayed ones are in it
-        self.outputs: dict[int, Tensor] = {}
+        self.obeyed: dict[int, Tensor] = {}  # by layer, bool [R], whether what a router returned holds the replayed ids
         self.with_grad = torch.is_grad_enabled()
         self._routers = routers
         self._parts: dict[bool, list[Any]] = {}
@@ -310,23 +309,13 @@ class ReplayCounts(Interceptor):
         """Add a pass that replayed rows."""
         if current is None or current.rows is None:
             return
-        ids_LRK, replayed_LR = current.rows.ids_LRK, current.replayed_LR
-        differs_LR = ~_obeyed(current.outputs, ids_LRK) & replayed_LR
+        replayed_LR = current.replayed_LR
+        differs_LR = torch.zeros_like(replayed_LR)
+        for layer, obeyed_R in current.obeyed.items():
+            differs_LR[layer] = replayed_LR[layer] & ~obeyed_R.to(replayed_LR.device)
         of_layers = zip(self.NAMES[2:], (replayed_LR, differs_LR, current.roots_LR), strict=True)
         add_to(self.layers.setdefault(chunk, {}), {name: each.sum(1) for name, each in of_layers})
         add_to(self._rows, {"rows": replayed_LR.any(0).sum(), "differing_rows": differs_LR.any(0).sum()})
-
-
-def _obeyed(outputs: dict[int, Tensor], ids_LRK: Tensor) -> Tensor:
-    """Bool [L, R], whether routers returned these experts, from `Pass.outputs`; True where nothing was seen."""
-    if len(outputs) == len(ids_LRK) and all(each.shape == ids_LRK.shape[1:] for each in outputs.values()):
-        return (torch.stack([outputs[layer] for layer in range(len(ids_LRK))]) == ids_LRK).all(-1)
-    obeyed_LR = torch.ones(ids_LRK.shape[:2], dtype=torch.bool, device=ids_LRK.device)
-    for layer, each in outputs.items():
-        # a router may have fewer picks than another
-        is_ids = each.ndim > 1
-        obeyed_LR[layer] = (each == ids_LRK[layer, :, : each.shape[1]]).all(-1) if is_ids else each
-    return obeyed_LR
 
 
 def add_to(sums: dict[str, Tensor], more: dict[str, Tensor]) -> None:

@@ -23,7 +23,6 @@ from typing import Any
 
 import numpy as np
 import torch
-import torch.distributed as dist
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
@@ -79,56 +78,30 @@ def masked_logprobs(
 
 
 def masked_logprobs_of_logits(
-    logits_RV: Tensor,
-    targets_R: Tensor,
-    masks: DecisionStream,
-    *,
-    temperature: float = 1.0,
-    vocabulary_group: dist.ProcessGroup | None = None,
+    logits_RV: Tensor, targets_R: Tensor, masks: DecisionStream, *, temperature: float = 1.0
 ) -> Tensor:
     """Compute log-probabilities of sampled tokens on their recorded sets from logits, of which no copy is made.
 
-    Rows whose sets left nothing out are copied. Under tensor parallelism each rank has the logits of its part of the
-    vocabulary, as Megatron's output layer gives them: parts are of one size, in the order of ranks, and what is past
-    the choices of the masks is padding. Ranks then exchange 12 bytes a row (24 in float64), and each has all
-    log-probabilities, and the gradients of its logits where all have the same loss.
-
-    `logits_RV` are floats [R, V], as the model returns them, and `vocabulary_group` is the ranks that share the rows;
-    the other arguments, and errors, are those of `masked_logprobs`. Returns float32 [R], float64 where the logits are.
+    Rows whose sets left nothing out are copied. `logits_RV` are floats [R, V], as the model returns them, and what is
+    past the choices of the masks is padding; the other arguments, and errors, are those of `masked_logprobs`. Returns
+    float32 [R], float64 where the logits are.
     """
     if logits_RV.ndim != 2:
         raise BatchMismatchError(f"logits have shape {tuple(logits_RV.shape)}; expected [R, V]")
-    num_rows, num_here = logits_RV.shape
-    group = vocabulary_group
-    num_ranks, rank = (1, 0) if group is None else (dist.get_world_size(group), dist.get_rank(group))
-    sets = _Sets.of(masks, targets_R, (num_rows, num_here * num_ranks), temperature, logits_RV.device)
-    wide, row_M, first = _wide(logits_RV), sets.row_M, rank * num_here
-    # A token that no part has is told by the check of its set.
-    columns_R, columns_M = sets.targets_R - first, sets.ids_M - first
-    chosen_R = logits_RV.gather(1, columns_R.clamp(0, num_here - 1)[:, None])[:, 0].to(wide) / temperature
-    picked_M = row_M * num_here + columns_M.clamp(0, num_here - 1)
-    logits_M = logits_RV.reshape(-1).index_select(0, picked_M).to(wide) / temperature
-    if group is not None:
-        chosen_R = chosen_R.masked_fill((columns_R < 0) | (columns_R >= num_here), 0)
-        logits_M = logits_M.masked_fill((columns_M < 0) | (columns_M >= num_here), -torch.inf)
+    sets = _Sets.of(masks, targets_R, (len(logits_RV), logits_RV.shape[1]), temperature, logits_RV.device)
+    wide, row_M, num_logits = _wide(logits_RV), sets.row_M, logits_RV.shape[1]
+    # A token that is no logit is told by the check of its set.
+    chosen_R = logits_RV.gather(1, sets.targets_R.clamp(0, num_logits - 1)[:, None])[:, 0].to(wide) / temperature
+    logits_M = logits_RV.reshape(-1).index_select(0, row_M * num_logits + sets.ids_M).to(wide) / temperature
     # Sums are taken relative to the highest logit of each set.
     top_R = torch.full(sets.counts_R.shape, -torch.inf, dtype=wide, device=logits_RV.device)
     top_R = top_R.scatter_reduce(0, row_M, logits_M.detach(), "amax")
-    all_logits = None
-    if len(sets.unlimited):
-        num_choices = sets.masks.num_choices - first
-        all_logits = logits_RV.index_select(0, sets.unlimited)[:, : max(1, num_choices)].to(wide) / temperature
-        if num_choices < 1:  # padding alone is here
-            all_logits = torch.full_like(all_logits, -torch.inf)
-        top_R = top_R.index_copy(0, sets.unlimited, all_logits.detach().amax(-1))
-    if group is not None:
-        dist.all_reduce(top_R, dist.ReduceOp.MAX, group=group)
     sums_R = torch.zeros_like(top_R).index_add(0, row_M, (logits_M - top_R[row_M]).exp())
-    if all_logits is not None:
-        sums_R = sums_R.index_copy(0, sets.unlimited, (all_logits - top_R[sets.unlimited, None]).exp().sum(-1))
-    if group is not None:
-        sums_R, chosen_R = _SumOverRanks.apply(torch.stack([sums_R, chosen_R]), group)
-    return chosen_R - (top_R + sums_R.log())
+    log_sums_R = top_R + sums_R.log()
+    if len(sets.unlimited):
+        whole = logits_RV.index_select(0, sets.unlimited)[:, : masks.num_choices].to(wide) / temperature
+        log_sums_R = log_sums_R.index_copy(0, sets.unlimited, whole.logsumexp(-1))
+    return chosen_R - log_sums_R
 
 
 @dataclass(frozen=True, eq=False)
@@ -164,20 +137,6 @@ class _Sets:
         wrong = ~(is_choice_R & (found_R | (counts_R == 0))).all()
         _checks.add(wrong, partial(_raise_outside, masks, targets_R))
         return sets
-
-
-class _SumOverRanks(torch.autograd.Function):
-    """A sum whose gradient each rank has already, as all have the same loss."""
-
-    @staticmethod
-    def forward(ctx: Any, addend: Tensor, group: dist.ProcessGroup) -> Tensor:
-        total = addend.clone()
-        dist.all_reduce(total, group=group)
-        return total
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
-        return gradient, None
 
 
 class _OnSets(torch.autograd.Function):
