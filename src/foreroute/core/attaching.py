@@ -1,7 +1,6 @@
 """Attaching to a model: find its routers, learn from a small forward what they select, and prove replay on it.
 
-Replay is proven by three small forwards: of the model as it is, on its own routes, and on other routes. So is what is
-used next: a forward along a key-value cache, and one along a cache whose rows were reordered.
+Key-value caches are proven too, by a forward along one, and by one along a cache whose rows were reordered.
 """
 
 from __future__ import annotations

@@ -101,12 +101,7 @@ def find_by(probe: Probe, candidates: list[SelectingRouter]) -> FoundRouters:
     """Run the model on a few tokens and watch the candidates, each of which then knows E, K and its final top-k.
 
     Candidates that do not run on text alone (vision experts beside text experts, vision towers) are left out; so are
-    gates that select nothing.
-
-    Raises:
-        AttachError: when the forward fails, no router runs, a router runs without selecting, or several times, or not
-            row by row, a layer runs past its router or selects in none, or no module around the routers is handed
-            tokens.
+    gates that select nothing. Raises `AttachError` where a layer does not select once in its router, row by row.
     """
     model = probe.model
     watched = _watch(probe, candidates)
@@ -203,7 +198,7 @@ def _watch(probe: Probe, candidates: list[SelectingRouter]) -> _Watched:
             stack.callback(module.register_forward_pre_hook(note, with_kwargs=True).remove)
         stack.enter_context(others)
         try:
-            probe.hidden()
+            probe.run()
         except Exception as error:
             raise probe.does_not_run(error) from error
     return watched

@@ -1,9 +1,8 @@
 """Standing between a model and its routers while a session is open, and nowhere near it otherwise.
 
-What a router does is decided by the pass that is under way. A pass begins and ends with the forward of the trunk, so
-two threads that run one model would take each other's routes: the second is refused by the names of both, and the first
-goes on. A recomputation lets the pass that it repeats decide once more, so that a backward may run after the session
-has closed, or between the forwards of other micro-batches, and still sees its own rows.
+What a router does is decided by the pass that is under way, which begins and ends with the forward of the trunk. A
+recomputation lets the pass that it repeats decide once more, so that a backward may run after the session has closed,
+or between the forwards of other micro-batches, and still sees its own rows.
 
 A framework derives its hooks from `ModelHooks` and says three things: which routers there are, what the arguments of a
 forward mean, and how one router is forced or watched (`SelectionHook.select`). Instances of modules are changed, never
@@ -163,11 +162,6 @@ class ModelHooks(ABC):
         trunk: the module whose forward is one pass.
         routers: in layer order. Where there are none, its passes replay nothing.
         others: other modules that select, where the framework can record and replay them.
-
-    Attributes:
-        options: what any interceptor wants of passes.
-        checks: what devices are asked about passes.
-        id_dtype: of ids on the device, signed.
     """
 
     def __init__(
@@ -183,7 +177,7 @@ class ModelHooks(ABC):
         self.others = others
         self.every: list[SelectionHook] = [*routers, *others]
         self.id_dtype = signed_dtype(max((router.num_experts for router in routers), default=0))
-        self.options = RecordOptions()
+        self.options = RecordOptions()  # what any interceptor wants of passes
         self.counts_native = False  # whether the framework itself wants native picks of rows that are replayed
         self.checks = DeferredChecks()
         # what is called in the place of methods while a session is open, beside those that select
@@ -220,9 +214,8 @@ class ModelHooks(ABC):
     def listening(self, *interceptors: Interceptor) -> Iterator[None]:
         """Keep hooks in place, and these at both ends of every pass, while the context is open.
 
-        Raises:
-            ReplayError: when another thread has a session open, or this model was attached once more and that has; at
-                the end, when a forward replaced a parameter, and as `DeferredChecks.close`.
+        Raises `ReplayError` when another thread, or another attaching, has a session open; at the end, when a forward
+        replaced a parameter, and as `DeferredChecks.close`.
         """
         with self.sessions.held("opens a session on a model"), self._used(self._on_trunk, *self._on_modules.values()):
             self.interceptors += interceptors
@@ -354,10 +347,9 @@ class ModelHooks(ABC):
         """Give the routes to force on a pass that begins. Raises `ReplayError` while a CUDA graph is captured."""
         if self.routers and torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing():
             raise ReplayError(
-                f"{type(self.trunk).__name__} runs in a session while a CUDA graph is captured: the graph would go on "
-                "with the routes of this pass in every later one. Capture outside of sessions, and run the model "
-                'without the graph in them; or use torch.compile(mode="reduce-overhead"), which takes new routes for '
-                "every pass"
+                f"{type(self.trunk).__name__} runs in a session while a CUDA graph is captured, which would go on with "
+                "the routes of this pass. Capture outside of sessions, and run the model without the graph in them; or "
+                'use torch.compile(mode="reduce-overhead"), which takes new routes for every pass'
             )
         self.awaits_backward |= self.options.routes and torch.is_grad_enabled()
         rows = None

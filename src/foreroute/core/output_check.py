@@ -14,10 +14,10 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
+from .caches import TensorIds
 from .deferred_checks import DeferredChecks, raise_where
 from .recompute import run_unnumbered
 from .selection import LayerPass
-from .tensor_ids import TensorIds
 
 if TYPE_CHECKING:
     from .hooks import RouterHook

@@ -15,12 +15,7 @@ from .errors import ReplayError
 UNSIGNED = {torch.uint8: torch.int16, torch.uint16: torch.int32}
 """Types without -1, and those that hold their ids beside it."""
 INTEGERS = (torch.int8, torch.int16, torch.int32, torch.int64, *UNSIGNED)
-FAULTS = (
-    "rows with an id out of range",
-    "rows with an expert twice",
-    "rows with -1 beside experts",
-    "rows of -1 that later tokens depend on",
-)
+FAULTS = "rows with an id out of range", "rows with an expert twice", "rows with -1 beside experts"
 
 
 def find_faults(ids: Tensor, given: Tensor, num_experts: Tensor | int) -> tuple[Tensor, Tensor]:
@@ -40,7 +35,7 @@ def find_faults(ids: Tensor, given: Tensor, num_experts: Tensor | int) -> tuple[
 
 def raise_faults(faults: Tensor, effect: str) -> None:
     """Raise `ReplayError` if rows had a fault, of which int64 [F] says how many. Waits for the device."""
-    totals = zip(faults.cpu().tolist(), FAULTS, strict=False)
+    totals = zip(faults.cpu().tolist(), FAULTS, strict=True)
     said = ", ".join(f"{total} {what}" for total, what in totals if total)
     if said:
         raise ReplayError(f"the routes had {said}; {effect}. Mend the ids that are replayed")

@@ -41,11 +41,9 @@ def as_version(value: object) -> int:
 
 
 def require_version(versions: tuple[int, ...], expected: int | Collection[int], what: str) -> None:
-    """Raise unless every routed row was recorded under an expected version. A range accepts none that is not stated.
+    """Raise `StaleTraceError` unless every routed row was recorded under an expected version.
 
-    Raises:
-        ConfigError: when `expected` is no whole number, nor several.
-        StaleTraceError: when a row has another version, or none is routed.
+    A range accepts no row whose version is not stated. Raises `ConfigError` for what is no version, nor several.
     """
     accepted = _accepted(expected)
     stated = isinstance(accepted, range)  # its numbers are steps, which may reach below 0 at the start of a run

@@ -45,9 +45,8 @@ def masked_logprobs(
     """Compute log-probabilities of sampled tokens on their recorded sets, without logits of all choices.
 
     The head is linear and without bias; for another one, and for logits that are capped, use
-    `masked_logprobs_of_logits`. Products of bfloat16 are exact in float32, in which they are added up. On a GPU the
-    gradient of a logit is rounded to bfloat16, 1 part in 2^9, before it meets a bfloat16 head or hidden state, as in a
-    linear layer; each gradient is rounded to its own dtype once.
+    `masked_logprobs_of_logits`. Products of bfloat16 are added up in float32. On a GPU the gradient of a logit is
+    rounded to bfloat16 before it meets a bfloat16 head or hidden state; each gradient is rounded to its own dtype once.
 
     Args:
         hidden_RH: floats [R, H], what the output head is put on.

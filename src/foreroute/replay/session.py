@@ -102,11 +102,7 @@ class RoutedModel(HookedModel, ABC):
 
     @property
     def session(self) -> ReplaySession:
-        """The replay that is open now, or that of the micro-batch that a wrapped forward step is running.
-
-        Raises:
-            ReplayError: when none is.
-        """
+        """The replay that is open now, or of the micro-batch that runs; raises `ReplayError` when none is."""
         if not isinstance(self._replayed, ReplaySession):
             raise ReplayError("no micro-batch is being replayed now; ask inside of a replay, after the model has run")
         return self._replayed
@@ -129,9 +125,6 @@ class RoutedModel(HookedModel, ABC):
             margins: also keep the gap between the K-th and the (K+1)-th selection score.
             native: keep what routers pick natively, also where routes are replayed, and `deficits_NL()` of these.
             indexers: also keep the choices of sparse-attention indexers, as the stream "indexer": 4 bytes per choice.
-
-        Yields:
-            The recording; call its `trace()` at any time, on every rank of the model.
 
         Raises:
             ConfigError: for a version that is no whole number, a switch that is neither True nor False, margins beside
@@ -193,9 +186,6 @@ class RoutedModel(HookedModel, ABC):
                 router's own ("native") or the executed one ("replayed").
             telemetry: also let each router select by itself, for `session.agreement()` and `expert_counts_LE()`.
 
-        Yields:
-            The session.
-
         Raises:
             TraceError: when `routes` are none, or, as one of its kinds, of another model, weight version or batch.
             ConfigError: for a policy that does not exist, or an argument of the wrong type.
@@ -234,9 +224,7 @@ class Routes(Protocol):
     def of_pass(self, chunk: int, args: Any, policy: Policy, checks: DeferredChecks) -> ReplayRows:
         """Find those of a pass that begins, replayed by this policy; in a chunk without routers, for its loss alone.
 
-        Raises:
-            BatchMismatchError: when batch and routes do not belong together. What only the device knows of them is
-                told by `checks`.
+        Raises `BatchMismatchError` when they do not belong together; what only the device knows, `checks` tell.
         """
 
 
@@ -248,10 +236,8 @@ class WithTelemetry:
     def agreement(self, chunk: int = 0) -> RoutingMismatch:
         """The model's own selections beside the replayed ones, over all forwards of one chunk so far.
 
-        They are what routers would have picked on the very hidden states of the replayed pass, so that a difference in
-        one layer does not show up again in the next unless it changes a choice there. What they did pick has a
-        recording that is opened inside of the replay. Waits for the device, once. Rows and layers are those of this
-        rank; join ranks that share rows with `+`. Recomputation in backward is not counted again.
+        They are what routers would have picked on the hidden states of the replayed pass. Waits for the device, once.
+        Rows and layers are those of this rank; join ranks that share rows with `+`. A recomputation is not counted.
 
         Raises:
             ReplayError: without `telemetry=True`, or before the first forward.
@@ -267,7 +253,7 @@ class WithTelemetry:
         return self._required(chunk).expert_counts_LE(chunk)
 
     def _required(self, chunk: int) -> Telemetry:
-        if self.telemetry is None or not self.telemetry.has_counted(chunk):
+        if self.telemetry is None or chunk not in self.telemetry.sums:
             raise ReplayError("no telemetry: open the session with replay(trace, telemetry=True) and run a forward")
         return self.telemetry
 
@@ -311,9 +297,8 @@ class ReplaySession(Replaying, WithTelemetry):
     def loss_mask_BT(self) -> Tensor:
         """Bool [B, T] on the device: tokens of the last forward that belong in the loss, in the place of each token.
 
-        T counts the positions that the model is given, of Megatron on this context-parallel rank. Padding is False.
-        Under `missing="drop"` so is a token with a row before it, in its sequence, that was not replayed. To weigh
-        predictions made at position p, take `loss_mask_BT[:, 1:]`.
+        T counts the positions that the model is given, of Megatron on this context-parallel rank. Padding is False;
+        under `missing="drop"` so is a token behind a row of its sequence that was not replayed.
 
         Raises:
             ReplayError: before the first forward.
