@@ -113,21 +113,6 @@ def check_replays_do_not_nest_and_recordings_go_around_or_inside(framework):
     assert around.trace().equals(concatenate([trace, trace]))
 
 
-def check_sessions_may_close_in_any_order(framework):
-    on = framework.built()
-    on.run(BATCH)
-    before, trace = attributes(on.model).keys(), foreign(on.routed.spec, BATCH)
-    recording, replay = on.routed.record(), on.routed.replay(trace)
-    recording.__enter__()
-    replay.__enter__()
-    forced = on.loss(BATCH)
-    recording.__exit__(None, None, None)
-    assert torch.equal(on.loss(BATCH), forced)
-    replay.__exit__(None, None, None)
-    assert attributes(on.model).keys() == before
-    assert not torch.equal(on.loss(BATCH), forced)
-
-
 def check_a_model_attached_twice_has_one_session_at_a_time(framework):
     for recompute in framework.recomputations[:2]:
         on = framework.built(recompute=recompute)
