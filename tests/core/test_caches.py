@@ -72,7 +72,6 @@ TOUCHES = {
     "a beginning taken away": each_tensor(lambda tensor: tensor[..., 1:, :]),
     "reordered": each_tensor(lambda tensor: tensor.flip(0)),
     "selected": each_tensor(lambda tensor: tensor[-1:]),
-    "copied": each_tensor(lambda tensor: tensor.clone()),
     "repeated": each_tensor(lambda tensor: torch.cat([tensor, tensor[..., -1:, :]], -2)),
     "written to": lambda cache: cache.layers[1].values[..., :1, :].add_(1),
     "of other layers": lambda cache: cache.layers[0].crop(-1),
