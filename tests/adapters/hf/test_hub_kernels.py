@@ -7,13 +7,14 @@ training is on.
 
 from types import MethodType
 
+import numpy as np
 import pytest
 import torch
 
 from foreroute.adapters import hf
 from foreroute.errors import AttachError
 from foreroute.testing.models import tiny
-from tests.adapters.hf.model_runs import batch_of, gradients, loss_of, random_routes
+from tests.adapters.hf.model_runs import batch_of, experts_log, gradients, loss_of, random_routes
 
 BATCH = batch_of(9, 6)
 
@@ -58,12 +59,18 @@ def test_attaching_leaves_the_kernels_of_training():
     assert all(torch.equal(gradient, expected[name]) for name, gradient in gradients(model).items())
 
 
-@pytest.mark.shows(
-    "Hugging Face", "Unsloth's fast blocks (a stand-in)", refused="they select in the place of their router"
-)
-def test_a_block_that_selects_in_the_place_of_its_router_is_refused():
-    with pytest.raises(AttachError, match=r"gate.*bypassed"):
-        hf.attach(with_kernels(SparseMoeBlock=routed_in_the_block).eval())
+@pytest.mark.shows("Hugging Face", "Unsloth's fast blocks (a stand-in)")
+def test_a_block_that_selects_in_the_place_of_its_router_takes_other_routes():
+    model = with_kernels(SparseMoeBlock=routed_in_the_block).eval()
+    routed = hf.attach(model)
+    trace = random_routes(routed.spec, BATCH)
+    rows = torch.from_numpy(trace.expert_ids_NLK.astype(np.int64))
+    with routed.replay(trace), experts_log(model) as log:
+        loss_of(model, BATCH)
+    real_R = BATCH["attention_mask"].bool().reshape(-1)
+    assert len(log) == rows.shape[1]
+    for layer, (_, ids_RK) in enumerate(log):
+        assert torch.equal(ids_RK[real_R].sort(-1).values, rows[:, layer].sort(-1).values)
 
 
 @pytest.mark.shows("Hugging Face", "`use_kernels`, of routers", refused="replay cannot reach into a kernel")
