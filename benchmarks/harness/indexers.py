@@ -1,7 +1,8 @@
 """Choices of sparse-attention indexers: their bytes, and what replaying them costs and does to a trainer.
 
 Coded: 2,048 of the positions up to each of some in a window of 32,768, drawn anew for each, uniformly or by the inverse
-of their age, as a file has them. The bound is log2 C(V, 2048) bits, V being those up to there.
+of their age, as they travel to a device and as a file has them. The bound is log2 C(V, 2048) bits, V being those up to
+there. `encode_ns` and `read_ns` are the processor's time for a choice, on the host and by torch on the CPU.
 
 Step: forward and backward of a DeepSeek-V3.2 of two layers, 128 of up to 1,024 positions, its own choices and routes
 replayed over neither, and over routes alone. Time is that of one thread.
@@ -29,6 +30,7 @@ from numpy.typing import NDArray
 from benchmarks.harness.pairs import compare, near_one
 from benchmarks.trace import file_of
 from foreroute.adapters import hf
+from foreroute.replay.coded_sets import CodedChoices
 from foreroute.testing.routes import synthetic_trace
 from foreroute.trace import INDEXER, DecisionStream, IndexerSpec, RoutedLayer, RoutingSpec, RoutingTrace
 from foreroute.trace.streams import MOST_CHOICES
@@ -95,7 +97,7 @@ def measured(*, quick: bool) -> dict[str, Any]:
 
 
 def coded(is_recent: bool, rows: int) -> dict[str, float]:
-    """Bytes of a choice set in a file, and their ratio to the bound."""
+    """Bytes of a choice set and their ratio to the bound, on the wire and in a file, and times."""
     rng, position_N = np.random.default_rng(0), np.linspace(TOP_K, WINDOW - 1, rows).astype(np.int64)
     ids = [_drawn(rng, position + 1, is_recent) for position in position_N.tolist()]
     spec = IndexerSpec(TOP_K, (RoutedLayer(0),))
@@ -103,12 +105,23 @@ def coded(is_recent: bool, rows: int) -> dict[str, float]:
         MOST_CHOICES, np.ones(rows, np.bool_), np.full(rows, TOP_K), np.concatenate(ids), layers=spec.layers
     )
     bound = sum(log2_sets(position + 1, TOP_K) for position in position_N.tolist()) / 8
+    choices, begun = CodedChoices(spec, stream, position_N), time.thread_time()
+    wire = len(choices.encoded(0))
+    encoded = time.thread_time()
+    choices.units_SK(0, torch.from_numpy(choices.start_S), torch.from_numpy(choices.low_S))
+    read = time.thread_time()
+    last = CodedChoices(spec, stream.take(np.array([rows - 1])), position_N[-1:])
     trace = synthetic_trace(RoutingSpec(8, 1, (RoutedLayer(0),)), [rows], seed=0, complete=True)
     file = len(file_of(trace.with_stream(INDEXER, stream))) - len(file_of(trace))
     return {
         "bound": bound / rows,
+        "wire": wire / rows,
+        "wire_over_bound": wire / bound,
+        "wire_at_window": len(last.encoded(0)),
         "file": file / rows,
         "file_over_bound": file / bound,
+        "encode_ns": (encoded - begun) * 1e9 / len(stream.ids),
+        "read_ns": (read - encoded) * 1e9 / len(stream.ids),
     }
 
 

@@ -1,10 +1,10 @@
 """The choices of indexers in one pass: what each is to choose for every row of a batch, and what it chose.
 
-They stay on the host until an indexer runs, and then go to the device one layer at a time: those of all layers take far
-more memory than routes. An indexer itself runs in replay too, and rows without a choice keep what
+They stay on the host until an indexer runs, and then go to the device one layer at a time, as `CodedChoices`: those of
+all layers take far more memory than routes. An indexer itself runs in replay too, and rows without a choice keep what
 it chose.
 
-Letters: R rows of a batch [B, T], padding included, N packed rows, M of them with sets, H heads, W units, D indexers.
+Letters: R rows of a batch [B, T], padding included, N packed rows, H heads, W units, D indexers.
 """
 
 from __future__ import annotations
@@ -17,7 +17,8 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from foreroute.errors import BatchMismatchError, SpecMismatchError
-from foreroute.replay.rows import TraceOnDevice, to_device
+from foreroute.replay.coded_sets import CodedChoices
+from foreroute.replay.rows import TraceOnDevice
 from foreroute.trace import RoutingTrace
 from foreroute.trace.indexers import INDEXER, IndexerSpec
 
@@ -31,33 +32,29 @@ class IndexerRows:
         first_R: int64 [R], the column where that begins, or 0.
     """
 
-    def __init__(self, spec: IndexerSpec, there: TraceOnDevice, row_R: Tensor, width: int) -> None:
-        self.spec, trace, none = spec, there.trace, np.full(1, -1)  # which is behind the last row, for padding
-        stream, visible_N = trace.streams[INDEXER], spec.num_visible(trace.positions_N)
-        has_set_N = stream.valid_N & (visible_N > spec.top_k)
-        # the stream was checked: each of these rows has a set in every layer, and all sets are of one size
-        self._sets_MDX = stream.ids.reshape(-1, stream.depth, spec.heads * spec.top_k)
-        self.decided_R = there.upload("has choices", stream.valid_N, np.zeros(1, np.bool_))[row_R]
+    def __init__(self, choices: CodedChoices, there: TraceOnDevice, row_R: Tensor, width: int) -> None:
+        none, trace = np.full(1, -1), there.trace  # which is behind the last row, where padding finds it
+        self.spec, self._choices = choices.spec, choices
+        self.decided_R = there.upload("has choices", choices.stream.valid_N, np.zeros(1, np.bool_))[row_R]
         self.position_R = there.upload("positions", trace.positions_N, none)[row_R]
         column_R = torch.arange(len(row_R), device=row_R.device) % width
         self.first_R = torch.where(row_R < 0, 0, column_R - self.position_R)
-        self._visible_R = there.upload("visible units", visible_N, none)[row_R]
-        self._set_R = there.upload("sets", np.where(has_set_N, has_set_N.cumsum() - 1, -1), none)[row_R]
-        most = min(int(visible_N.max(initial=0)), int(spec.num_visible(np.array([width - 1]))[0]))
-        self._every_W = torch.arange(min(spec.top_k, most), device=row_R.device, dtype=torch.int32)
+        self._visible_R = there.upload("visible units", choices.visible_N, none)[row_R]
+        self._row_R = there.upload("rows of sets", choices.row_N, none)[row_R]
+        self._start_S, self._low_S = there.upload("starts of sets", choices.start_S), there.upload("low", choices.low_S)
+        most = min(int(choices.visible_N.max(initial=0)), int(self.spec.num_visible(np.array([width - 1]))[0]))
+        self._every_W = torch.arange(min(self.spec.top_k, most), device=row_R.device, dtype=torch.int32)
 
     def units_RHW(self, indexer: int) -> Tensor:
         """List the units that the queries of each row attend to, int32 [R, H, W], -1 behind the last."""
         every_W, heads = self._every_W, self.spec.heads
         units_RW = torch.where(every_W < self._visible_R[:, None], every_W, -1)
         units_RHW = units_RW[:, None].expand(-1, heads, -1)
-        if not len(self._sets_MDX):
+        if not len(self._start_S):
             return units_RHW
-        ids_RX = to_device(self._sets_MDX[:, indexer], every_W.device)[self._set_R.clamp(min=0)]
-        if heads > 1:  # unit u of head h has the id u * heads + h
-            ids_RX = ids_RX.gather(1, (ids_RX % heads).sort(stable=True).indices) // heads
-        chosen_RHW = ids_RX.unflatten(1, (heads, -1))[..., : len(every_W)]
-        return torch.where(self._set_R[:, None, None] < 0, units_RHW, chosen_RHW)
+        units_MHK = self._choices.units_SK(indexer, self._start_S, self._low_S).view(-1, heads, self.spec.top_k)
+        chosen_RHW = units_MHK[self._row_R.clamp(min=0)][..., : len(every_W)]
+        return torch.where(self._row_R[:, None, None] < 0, units_RHW, chosen_RHW)
 
 
 def find_positions(

@@ -25,6 +25,7 @@ from foreroute.errors import BatchMismatchError, LayoutError
 from foreroute.layout import Layout, locate_rows
 from foreroute.replay import Policy, ReplayRows, TraceOnDevice
 from foreroute.replay.arguments import require_layout
+from foreroute.replay.coded_sets import CodedChoices
 from foreroute.replay.indexers import IndexerRows, find_positions
 from foreroute.replay.rows import faithful_rows, refuse_missing, to_host
 from foreroute.trace import INDEXER, PIXELS, RoutingTrace
@@ -65,9 +66,11 @@ class TraceRows:
         self._hooks = hooks
         self._indexers = hooks.found_indexers if INDEXER in trace.streams else None
         # the rows that have all that is replayed: a row without its choices is missing too
-        self._decided = trace
+        self._decided, self._choices = trace, None
         if self._indexers is not None:
-            self._decided = replace(trace, valid_N=trace.valid_N & trace.streams[INDEXER].valid_N)
+            stream = trace.streams[INDEXER]
+            self._decided = replace(trace, valid_N=trace.valid_N & stream.valid_N)
+            self._choices = CodedChoices(self._indexers.spec, stream, trace.positions_N)
         self._there: TraceOnDevice | None = None
         self._counts: dict[tuple[int, int], NDArray[np.int64]] = {}
         self._last: _LastBatch | None = None
@@ -130,9 +133,9 @@ class TraceRows:
             there = self._there = TraceOnDevice(self.trace, batch.device, faithful_N=faithful_N)
         row_R, wrong = self._locate(batch, there, policy)
         choices = None
-        if self._indexers is not None:
+        if self._indexers is not None and self._choices is not None:
             chosen_R = torch.where(wrong, -1, row_R)  # no row of a batch whose rows are others has a choice
-            choices = IndexerRows(self._indexers.spec, there, chosen_R, batch.shape[1])
+            choices = IndexerRows(self._choices, there, chosen_R, batch.shape[1])
             wrong = wrong | self._indexers.misplaced(choices, row_R, batch.shape[1])
         # on the CPU checks look at once, before anybody overwrites the batch
         checks.add(wrong, partial(self.raise_mismatch, batch if batch.device.type == "cpu" else batch.copied, policy))
