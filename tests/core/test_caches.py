@@ -1,9 +1,13 @@
-"""Recordings along a key-value cache whose rows somebody changes between two forwards."""
+"""Recordings along a key-value cache whose rows somebody changes between two forwards.
+
+The oracle of what is recorded is one forward without a cache over the sequences that grew.
+"""
 
 import copy
 import inspect
-from contextlib import nullcontext
+from collections import Counter
 
+import numpy as np
 import pytest
 import torch
 from transformers import DynamicCache, Qwen3MoeModel
@@ -13,7 +17,7 @@ from foreroute.core import AttachError, ReplayError, attach
 from foreroute.core import trunk as core_trunk
 from foreroute.core.caches import FollowedCache
 from foreroute.testing.models import tiny
-from tests.adapters.hf.model_runs import batch_of
+from tests.adapters.hf.model_runs import batch_of, rows_log
 
 PROMPTS = batch_of(4, 4)["input_ids"]
 REPEATED = torch.tensor([[3, 5, 7, 3, 5, 7, 3, 5]])
@@ -52,10 +56,31 @@ def test_a_cache_of_another_batch_or_a_copy_or_fewer_rows_is_refused(routed):
             decode(model, copy.deepcopy(second))
 
 
+def ids_of(recording):
+    """int64 [B, T, L, K]."""
+    if hasattr(recording, "ids"):
+        [ids] = recording.ids()
+        return ids
+    trace = recording.trace()
+    return torch.from_numpy(trace.expert_ids_NLK.astype(int)).view(len(trace), -1, *trace.expert_ids_NLK.shape[1:])
+
+
+def require_recorded(routed, recording, tokens, *, may_have_more=False):
+    """The recording is that of one forward without a cache over these tokens, and perhaps of rows behind them."""
+    with routed.record() as whole, torch.no_grad():
+        routed.model(input_ids=tokens, use_cache=False)
+    seen, expected = (ids_of(each).sort(-1).values for each in (recording, whole))
+    assert torch.equal(seen[:, : expected.shape[1]] if may_have_more else seen, expected)
+
+
 def grown(cache, num, generator):
     """What a forward of `num` tokens does to it."""
     for layer in range(2):
         cache.update(*torch.randn(2, 2, 1, num, 3, generator=generator), layer)
+
+
+def shown(cache):
+    return [each for layer in cache.layers for each in (layer.keys, layer.values)]
 
 
 def each_tensor(change):
@@ -66,28 +91,48 @@ def each_tensor(change):
     return changed
 
 
-TOUCHES = {
-    "cut": lambda cache: cache.crop(-1),
-    "an end taken away": each_tensor(lambda tensor: tensor[..., :-1, :]),
-    "a beginning taken away": each_tensor(lambda tensor: tensor[..., 1:, :]),
-    "reordered": each_tensor(lambda tensor: tensor.flip(0)),
-    "selected": each_tensor(lambda tensor: tensor[-1:]),
-    "repeated": each_tensor(lambda tensor: torch.cat([tensor, tensor[..., -1:, :]], -2)),
-    "written to": lambda cache: cache.layers[1].values[..., :1, :].add_(1),
-    "of other layers": lambda cache: cache.layers[0].crop(-1),
-}
-"""What may be done to a cache between two forwards."""
+FOLLOWED = [
+    lambda cache: cache.crop(-1),
+    lambda cache: cache.crop(-2),
+    each_tensor(lambda tensor: tensor[..., :-1, :]),
+    each_tensor(lambda tensor: tensor[:]),
+    lambda cache: None,
+]
+"""What may be done to a cache between two forwards, in any order, and takes its end away at most."""
+REFUSED = [
+    each_tensor(lambda tensor: tensor[..., 1:, :]),
+    each_tensor(lambda tensor: tensor.flip(0)),
+    each_tensor(lambda tensor: tensor[-1:]),
+    each_tensor(lambda tensor: tensor.clone()),
+    each_tensor(lambda tensor: torch.cat([tensor, tensor[..., -1:, :]], -2)),
+    lambda cache: cache.layers[1].values[..., :1, :].add_(1),
+    lambda cache: cache.layers[0].crop(-1),
+]
+"""What may be done to it besides, which may be refused."""
 
 
-@pytest.mark.parametrize("touch", [None, *TOUCHES])
-def test_a_cache_is_followed_that_nobody_touched(touch):
-    cache, followed, generator = DynamicCache(), FollowedCache(), torch.Generator().manual_seed(0)
-    for _ in range(2):
-        followed.run(cache, lambda: grown(cache, 6, generator))
-    if touch is not None:
-        TOUCHES[touch](cache)
-    with pytest.raises(ReplayError, match="mix sequences") if touch else nullcontext():
-        followed.run(cache, lambda: None)
+def test_a_cache_that_is_followed_holds_the_positions_that_it_held():
+    """By value, whatever is done to it; and one that only lost its end is followed."""
+    rng, generator = np.random.default_rng(0), torch.Generator().manual_seed(0)
+    outcomes = Counter()
+    for _ in range(200):
+        cache, followed = DynamicCache(), FollowedCache()
+        followed.run(cache, lambda cache=cache: grown(cache, 6, generator))
+        held = [each.clone() for each in shown(cache)]
+        touches = rng.choice(FOLLOWED + REFUSED, 2)
+        for touch in touches:
+            touch(cache)
+        past, now = cache.get_seq_length(), [each.clone() for each in shown(cache)]
+        is_held = all(torch.equal(each, before[..., :past, :]) for each, before in zip(now, held, strict=True))
+        try:
+            followed.run(cache, lambda: None)
+        except ReplayError:
+            assert any(touch in REFUSED for touch in touches), "it only lost its end"
+            outcomes["refused"] += 1
+        else:
+            assert is_held
+            outcomes["shorter" if past < 6 else "whole"] += 1
+    assert len(outcomes) == 3
 
 
 @pytest.mark.shows("Hugging Face", "`num_beams` above 1", refused="beams change their places after they were routed")
@@ -96,14 +141,20 @@ def test_beams_are_refused(routed):
         routed.model.generate(PROMPTS, num_beams=2, max_new_tokens=4)
 
 
-@pytest.mark.shows(
-    "Hugging Face", "assisted decoding and prompt lookup", refused="drafts that are rejected are cut off the cache"
-)
-def test_drafts_that_are_rejected_are_refused(routed):
+@pytest.mark.shows("Hugging Face", "assisted decoding and prompt lookup, rejected drafts left out")
+@pytest.mark.parametrize("how", ["prompt lookup", "an assistant", "sliding windows"])
+def test_drafts_that_are_rejected_are_left_out(routed, how):
+    """Layers of sliding windows keep what a window shows, cut at both ends."""
+    if how == "sliding windows":
+        routed = attach(tiny("gpt_oss", sliding_window=6, num_hidden_layers=2).eval())
     # with an end that never comes: older releases look for one in every draft
-    options = {"prompt_lookup_num_tokens": 3, "eos_token_id": -1, "do_sample": False, "pad_token_id": 0}
-    with routed.record(), pytest.raises(ReplayError, match=r"Sample.*assisted"):
-        routed.model.generate(REPEATED, max_new_tokens=12, **options)
+    options = {"prompt_lookup_num_tokens": 3, "eos_token_id": -1}
+    if how == "an assistant":
+        options = {"assistant_model": tiny("qwen3_moe", num_hidden_layers=2, seed=1).eval()}
+    with routed.record() as recording, rows_log(routed.model.model) as rows:
+        sampled = routed.model.generate(REPEATED, max_new_tokens=12, do_sample=False, pad_token_id=0, **options)
+    require_recorded(routed, recording, sampled[:, :-1], may_have_more=how == "sliding windows")
+    assert sum(rows) > sampled.shape[1] - 1, "the control: drafts were rejected, and computed"
 
 
 class LengthAlone:

@@ -250,12 +250,23 @@ class TensorRecording(Interceptor):
             self._passes.append((args, current.executed_LRK))
 
     def ids(self) -> list[Tensor]:
-        """[B, T, L, K] of each forward; those that go on with a key-value cache are joined to their first along T."""
+        """[B, T, L, K] of each forward; those that go on with a key-value cache are joined to their first along T.
+
+        Positions that were cut off at the end of the cache before others took their place, such as drafts that a
+        sampler rejects, are left out.
+        """
         parts: list[list[Tensor]] = []
+        begun = reached = 0  # positions, of the first forward of a batch and of the last
         for args, of_rows in self._passes:
-            if not args.past or not parts:
+            past = args.past or 0
+            if not past or not parts:
+                begun = past
                 parts.append([])
+            elif past < reached:  # what was cut off at the end of the cache, such as rejected drafts
+                parts[-1] = [torch.cat(parts[-1], 1)[:, : max(0, past - begun)]]
+                begun = min(begun, past)
             parts[-1].append(of_rows.unflatten(1, args.shape).permute(1, 2, 0, 3))
+            reached = past + args.shape[1]
         return [torch.cat(each, 1) for each in parts]
 
 

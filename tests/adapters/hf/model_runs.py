@@ -124,6 +124,17 @@ def experts_log(model):
         handle.remove()
 
 
+@contextmanager
+def rows_log(trunk):
+    """How many positions every forward of a trunk is given; rejected drafts are among them."""
+    log = []
+    handle = trunk.register_forward_pre_hook(
+        lambda _, args, given: log.append(given["input_ids"].shape[1]), with_kwargs=True
+    )
+    yield log
+    handle.remove()
+
+
 def qwen3_gate(router, ids_RK, hidden):
     """Logits, and gate weights at given experts in float32, of a router of Qwen3-MoE by its definition.
 

@@ -47,6 +47,7 @@ class ForwardTokens:
     images: ImageTokens | None = None  # None where it is not known how images stand among tokens
     pixels: dict[str, Tensor] = field(default_factory=dict)
     begins: bool = False  # whether the first token of each row must be at position 0: no cache holds any before
+    cache_was_seen: bool = True  # whether the cache was compared with what the forward before left of it
     is_masked: bool = False  # whether attention is of `MASKED`
     keeps_cache: bool = False  # whether the model is given a key-value cache, or makes one
     given: dict[str, Any] = field(default_factory=dict)  # arguments of the call that tell all this, if known

@@ -57,6 +57,7 @@ def begin_pass(
         cumulative,
         past,
         begins=begins,
+        cache_was_seen=False,
         is_masked=is_masked,
         keeps_cache=keeps_cache,
     )

@@ -1,10 +1,11 @@
-"""What a Hugging Face model recorded: the rows of each forward that are no padding.
+"""What a Hugging Face model recorded: the rows of each forward that are no padding, and were not taken back.
 
 Letters: B rows of a batch of T positions, R = B · T, S sequences.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -20,10 +21,17 @@ if TYPE_CHECKING:
     from foreroute.adapters.hf.indexers import FoundIndexers
 
 
-def rows_of_pass(recorded: RecordedPass, indexers: FoundIndexers | None) -> ForwardRows:
-    """Give the rows of one forward."""
+def rows_of_passes(passes: Sequence[RecordedPass], indexers: FoundIndexers | None) -> list[ForwardRows]:
+    """Give the rows of forwards one after the other, of which those that were taken back are left out."""
+    widths = _kept_widths([each.args for each in passes])
+    return [_rows_of_pass(each, width, indexers) for each, width in zip(passes, widths, strict=True) if width]
+
+
+def _rows_of_pass(recorded: RecordedPass, width: int, indexers: FoundIndexers | None) -> ForwardRows:
+    """Give the rows of its first positions, of which `width` are left."""
     batch: ForwardTokens = recorded.args
     ids_BT, kept_BT, starts_BT = batch.on_host()
+    kept_BT = kept_BT & (np.arange(kept_BT.shape[1]) < width)
     kept_R = kept_BT.reshape(-1)
 
     def packed(of_rows: Tensor | None) -> Any:
@@ -46,6 +54,23 @@ def rows_of_pass(recorded: RecordedPass, indexers: FoundIndexers | None) -> Forw
         packed(recorded.ids_LRK),
         packed(recorded.values_LR),
         batch.past,
-        kept_BT.shape[1] if starts_BT is None else None,
+        width if starts_BT is None else None,
         streams,
     )
+
+
+def _kept_widths(batches: Sequence[ForwardTokens]) -> list[int]:
+    """Count the positions of each forward of a recording that are still there behind the last that continues it."""
+    # the others were cut off at the end of the cache, as drafts that were rejected, and later forwards took their place
+    widths = [batch.shape[1] for batch in batches]
+    grown: list[int] = []  # forwards of the sequences that grow now, of which something is left
+    for number, batch in enumerate(batches):
+        if not batch.past:
+            grown = []
+        while grown and batch.cache_was_seen and batches[grown[-1]].past + widths[grown[-1]] > batch.past:
+            last = grown[-1]
+            widths[last] = max(0, batch.past - batches[last].past)
+            if not widths[last]:
+                grown.pop()
+        grown.append(number)
+    return widths

@@ -201,9 +201,9 @@ class RoutedTransformer(PlannedModel):
 
     def rows_of(self, passes: list[list[RecordedPass]]) -> list[ForwardRows]:
         """Give the rows of one chunk and one rank."""
-        from foreroute.adapters.hf.recording import rows_of_pass
+        from foreroute.adapters.hf.recording import rows_of_passes
 
-        return [rows_of_pass(each, self._of_trunk.found_indexers) for each in passes[0]]
+        return rows_of_passes(passes[0], self._of_trunk.found_indexers)
 
     def _counting(self) -> AbstractContextManager[None]:
         """The forward of the whole model, which may be the trunk itself: above the hooks of the session."""
