@@ -1,12 +1,16 @@
 """Log-probabilities on recorded sets, against dense float64."""
 
+import math
+
 import numpy as np
 import pytest
 import torch
+import torch.distributed as dist
 
 from foreroute.errors import BatchMismatchError, ConfigError, TraceContentError
 from foreroute.replay import masked_logprobs, masked_logprobs_of_logits
 from foreroute.replay import rows as uploads
+from foreroute.replay.sampling_masks import masked_entropy_of_logits
 from foreroute.testing.counting_device import DEVICE, other_device
 from foreroute.trace import DecisionStream
 
@@ -51,7 +55,7 @@ def by_hidden(hidden, head, targets, masks, temperature=1.0):
 )
 def test_values_and_gradients_are_those_of_the_dense_computation(compute, temperature, numbers, monkeypatch):
     """In one chunk, and in several."""
-    monkeypatch.setattr("foreroute.replay.sampling_masks.TILE_NUMBERS", {"cpu": numbers})
+    monkeypatch.setattr("foreroute.replay.sampling_masks.BLOCK_NUMBERS", {"cpu": numbers})
     hidden, head, targets, masks = problem()
     weights = torch.randn(len(targets), dtype=torch.float64)
     expected = dense(hidden @ head.T, targets, masks, temperature)
@@ -64,6 +68,48 @@ def test_values_and_gradients_are_those_of_the_dense_computation(compute, temper
     single = torch.from_numpy(masks.counts_ND[:, 0] == 1)
     assert not found[single].any()
     assert not got[0][single].any()
+
+
+VOCABULARY_RANKS = 3
+PART = 350
+"""Logits of a rank: the last of three has padding alone."""
+
+
+@pytest.mark.slow
+def test_ranks_that_share_the_vocabulary_have_the_values_and_gradients_of_one(workers):
+    ranks = workers(VOCABULARY_RANKS).run(on_rank)
+    hidden, head, targets, masks = problem()
+    logits = (hidden @ head.T).detach().requires_grad_()
+    expected = dense(logits, targets, masks, 0.7)
+    (expected * torch.arange(len(targets))).sum().backward()
+    for rank, (found, gradient, refused) in enumerate(ranks):
+        assert torch.allclose(found, expected, rtol=0, atol=1e-12)
+        part = logits.grad[:, rank * PART : (rank + 1) * PART]
+        assert torch.allclose(gradient[:, : part.shape[1]], part, rtol=0, atol=1e-12)
+        assert not gradient[:, part.shape[1] :].any()
+        assert "leaves out its token" in refused
+
+
+def on_rank(rank):
+    hidden, head, targets, masks = problem()
+    whole = torch.nn.functional.pad((hidden @ head.T).detach(), (0, VOCABULARY_RANKS * PART - len(head)), value=9.0)
+    logits = whole[:, rank * PART : (rank + 1) * PART].clone().requires_grad_()
+    ranks = dist.group.WORLD
+    found = masked_logprobs_of_logits(logits, targets, masks, temperature=0.7, vocabulary_group=ranks)
+    (found * torch.arange(len(targets))).sum().backward()
+    with pytest.raises(BatchMismatchError) as refused:
+        masked_logprobs_of_logits(logits, (targets + 1) % VOCABULARY, masks, vocabulary_group=ranks)
+    return found.detach(), logits.grad, str(refused.value)
+
+
+def test_the_entropy_is_that_of_the_dense_computation():
+    hidden, head, targets, masks = problem()
+    logits = (hidden @ head.T).detach()
+    found = masked_entropy_of_logits(logits, targets, masks, temperature=0.7)
+    for row in range(masks.num_rows):
+        ids = masks.ids[masks.offsets[row] : masks.offsets[row + 1]].tolist() or range(masks.num_choices)
+        p = [math.exp(float(logits[row, i]) / 0.7) for i in ids]
+        assert float(found[row]) == pytest.approx(-sum(x / sum(p) * math.log(x / sum(p)) for x in p), abs=1e-12)
 
 
 REFUSED = {
@@ -93,7 +139,7 @@ def test_nothing_waits_for_the_device_and_sets_go_there_once(compute, monkeypatc
         there = [each.detach().to(DEVICE).requires_grad_() for each in (hidden, head)]
         tokens, numbers = targets.to(DEVICE), []
         for size in (1 << 24, 300):
-            monkeypatch.setattr("foreroute.replay.sampling_masks.TILE_NUMBERS", {"cpu": size})
+            monkeypatch.setattr("foreroute.replay.sampling_masks.BLOCK_NUMBERS", {"cpu": size})
             moved.clear()
             device.reads.clear()
             found = compute(*there, tokens, masks)

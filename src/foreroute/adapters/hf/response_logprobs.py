@@ -17,18 +17,17 @@ from torch.nn.functional import cross_entropy
 
 from foreroute.capture import Generation
 from foreroute.core.hooks import overridden
-from foreroute.replay import masked_logprobs_of_logits
 from foreroute.replay.rows import to_device
+from foreroute.replay.sampling_masks import masked_entropy_of_logits, masked_logprobs_of_logits
 from foreroute.trace import SAMPLING, RoutingTrace
 
 
 def response_log_probs(
     model: Any, generation: Generation, temperature: float, *, entropy: bool = False
 ) -> tuple[Tensor, Tensor | None]:
-    """Compute the log-probability of each sampled token, and on request the entropy of what is predicted there.
+    """Compute the log-probability of each sampled token, and on request the entropy of what it was sampled from.
 
-    One forward of a Hugging Face model. Log-probs are on the recorded sets where top-p, top-k or min-p left tokens out;
-    entropy is over all tokens.
+    One forward of a Hugging Face model. Both are on the recorded sets where top-p, top-k or min-p left tokens out.
 
     Returns:
         Tensors [R] in float32, or in the logits' dtype where that is wider: response tokens packed sequence after
@@ -39,13 +38,15 @@ def response_log_probs(
     if (masks := generation.trace.streams.get(SAMPLING)) is not None:
         masks_R = masks.take(np.flatnonzero(generation.sampled_N) - 1)
         logprobs_R = masked_logprobs_of_logits(logits_RV, targets_R, masks_R, temperature=temperature)
-    else:
-        scaled_RV = logits_RV if temperature == 1 else logits_RV / temperature
-        logprobs_R = -cross_entropy(scaled_RV, targets_R, reduction="none")
+        if not entropy:
+            return logprobs_R, None
+        return logprobs_R, masked_entropy_of_logits(logits_RV.detach(), targets_R, masks_R, temperature=temperature)
+    scaled_RV = logits_RV if temperature == 1 else logits_RV / temperature
     if not entropy:  # one pass over the logits less
-        return logprobs_R, None
-    logprobs_RV = (logits_RV.detach() / temperature).log_softmax(-1)
-    return logprobs_R, -(logprobs_RV.exp() * logprobs_RV).sum(-1)
+        return -cross_entropy(scaled_RV, targets_R, reduction="none"), None
+    logprobs_RV = scaled_RV.log_softmax(-1)
+    entropy_R = -(logprobs_RV.detach().exp() * logprobs_RV.detach()).sum(-1)
+    return logprobs_RV.gather(-1, targets_R[:, None])[:, 0], entropy_R
 
 
 def response_logits(

@@ -33,7 +33,6 @@ import numpy as np
 import torch.distributed as dist
 import verl
 from megatron.core import parallel_state as mpu
-from megatron.core.tensor_parallel import gather_from_tensor_model_parallel_region
 from numpy.typing import NDArray
 from torch import Tensor
 from verl.utils.device import get_device_id
@@ -111,8 +110,8 @@ class MegatronRoutingReplay(ReplayingEngine, MegatronEngineWithLMHead):
         data = next(batch_iter)
         lengths_S = data["input_ids"].offsets().diff().cpu().numpy()
         rows_of = partial(_rows_here, lengths_S, is_packed=self.engine_config.use_remove_padding)
-        name, joined = "vocab_parallel_log_probs_from_logits", gather_from_tensor_model_parallel_region
-        with scoring(self, transformer_impl, name, data, rows_of, joined):
+        name, group = "vocab_parallel_log_probs_from_logits", mpu.get_tensor_model_parallel_group()
+        with scoring(self, transformer_impl, name, data, rows_of, group):
             return super().forward_step(iter([data]), model, **functions)
 
 

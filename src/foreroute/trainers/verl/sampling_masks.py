@@ -90,7 +90,7 @@ def scored_on_sets(
     function: str,
     batch: Any,
     rows_of: Callable[[Tensor], NDArray[np.integer]],
-    joined: Callable[[Tensor], Tensor] | None = None,  # gives logits of the whole vocabulary, where ranks have parts
+    vocabulary_group: Any = None,  # of ranks that have parts of the vocabulary
 ) -> Iterator[None]:
     """While the context is open, have a function of a module of verl score labels of a micro-batch on its sets.
 
@@ -103,9 +103,11 @@ def scored_on_sets(
     def on_sets(logits: Tensor, labels: Tensor, **_: Any) -> Tensor:
         nonlocal calls
         calls += 1
-        logits = logits if joined is None else joined(logits)
-        labels_R, sets = _sets_of_rows(counts_N, ids, rows_of(labels), labels.reshape(-1), logits.shape[-1])
-        return masked_logprobs_of_logits(logits.reshape(-1, logits.shape[-1]), labels_R, sets).view(labels.shape)
+        vocabulary_size = logits.shape[-1] * (1 if vocabulary_group is None else vocabulary_group.size())
+        labels_R, sets = _sets_of_rows(counts_N, ids, rows_of(labels), labels.reshape(-1), vocabulary_size)
+        logits_RV = logits.reshape(-1, logits.shape[-1])
+        scores_R = masked_logprobs_of_logits(logits_RV, labels_R, sets, vocabulary_group=vocabulary_group)
+        return scores_R.view(labels.shape)
 
     with patch.object(module, function, on_sets):
         yield
