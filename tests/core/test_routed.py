@@ -116,6 +116,13 @@ def test_ids_of_other_shapes_and_types_are_refused_and_sessions_without_a_forwar
         pass
     with pytest.raises(ReplayError, match=r"\[3, 8\] \[B, T\].*routes.*\[3, 9\]"), routed.replay(own):
         model(input_ids=BATCH["input_ids"][:, 1:])
+    own[torch.arange(3), BATCH["attention_mask"].sum(1) - 1] = -1  # the last of each sequence is before no other
+    with routed.replay(own, BATCH["attention_mask"], missing="error"):
+        model(**BATCH, use_cache=False)
+    own[1, 2] = -1  # later tokens depend on it
+    refused = pytest.raises(ReplayError, match=r"1.*-1.*tokens depend")
+    with refused, routed.replay(own, BATCH["attention_mask"], missing="error"):
+        model(**BATCH, use_cache=False)
 
 
 @pytest.mark.slow

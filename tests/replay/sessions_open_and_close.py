@@ -95,6 +95,15 @@ def check_a_session_that_nobody_opens_warns(framework):
         with pytest.warns(UserWarning, match=rf"{name}\(\) was never opened.*`with routed\.{name}") as told:
             getattr(on.routed, name)(*given)
         assert [each.filename for each in told] == [__file__]
+        with (
+            pytest.warns(UserWarning, match="never opened"),
+            pytest.raises(AttributeError, match=rf"no agreement, .*`with routed\.{name}"),
+        ):
+            _ = getattr(on.routed, name)(*given).agreement
+        once = getattr(on.routed, name)(*given)
+        with once:
+            on.run(batch_of())
+        refuses(ReplayError, f"{name}.. returns is opened once; call it anew", once.__enter__)
     with warnings.catch_warnings():
         warnings.simplefilter("error", UserWarning)
         with on.routed.record(), on.routed.replay(trace):

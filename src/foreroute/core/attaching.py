@@ -1,17 +1,21 @@
 """Attaching to a model: find its routers, learn from a small forward what they select, and prove replay on it.
 
-Key-value caches are proven too, by a forward along one, and by one along a cache whose rows were reordered.
+Replay is proven by three small forwards: of the model as it is, on its own routes, and on other routes. So is what is
+used next: a forward along a key-value cache, and one along a cache whose rows were reordered.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
+from dataclasses import replace
 from functools import partial
 from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional
+from torch.overrides import TorchFunctionMode
 
 from . import recompute
 from .caches import named_cache
@@ -24,6 +28,9 @@ from .routed import Routed
 from .trunk import TrunkHooks
 from .untouched import untouched
 
+SQUASHING = frozenset(
+    {torch.softmax, Tensor.softmax, functional.softmax, torch.sigmoid, Tensor.sigmoid, functional.sigmoid}
+)
 NO_CACHES = (Tensor, tuple, list, dict, str, int, float, type(None))
 """What a model returns beside its cache: losses, states of layers, names."""
 
@@ -38,7 +45,8 @@ def attach(model: nn.Module, example: Mapping[str, Any] | None = None) -> Routed
     The model is left as it was.
 
     Args:
-        model: with routers that are modules of their own, such as those of transformers; on any device, in any dtype.
+        model: with routers that are modules of their own, such as those of transformers, or with blocks that make their
+            top-k themselves; on any device, in any dtype.
         example: the arguments of a small call, for a model that does not run on `input_ids` alone. Its tokens, integers
             [B, T], are `input_ids`, `tokens` or else the first such tensor.
 
@@ -63,9 +71,9 @@ def attach_by(
     """
     require_attachable(model)
     candidates = find_routers(model)
-    with untouched(model):
+    with untouched(model) as in_training:
         probe = Probe.of(model, example)
-        found = find_by(probe, candidates)
+        found = find_by(probe, candidates, in_training)
         hooks = make_hooks(model, found.trunk, found.routers)
         hooks.tokens = found.tokens
         self_check(hooks, probe)
@@ -125,8 +133,15 @@ def _record_with_cache(routed: Routed, probe: Probe) -> tuple[Tensor, Tensor, bo
         return *_record_rollout(routed, probe, use_cache=True), True
     except (AttachError, ReplayError):
         raise
-    except Exception:  # it does not run along a cache, so that no rollout does
-        return *_record_rollout(routed, probe, use_cache=False), False
+    except Exception as error:
+        try:
+            _roll_out(probe, use_cache=True)
+        except Exception:  # it does not run along a cache at all, so that no rollout does
+            return *_record_rollout(routed, probe, use_cache=False), False
+        raise AttachError(
+            f"self-check failed: {type(routed.model).__name__} runs along a key-value cache, and does not while it is "
+            f"recorded ({type(error).__name__}: {error})"
+        ) from error
 
 
 def _record_rollout(routed: Routed, probe: Probe, *, use_cache: bool) -> tuple[Tensor, Tensor]:
@@ -168,12 +183,15 @@ def _roll_out(probe: Probe, *, use_cache: bool) -> tuple[Any, dict[str, Any]]:
 
 def _refuses_beams(model: nn.Module, given: dict[str, Any]) -> bool:
     """Try whether a forward is refused when the rows of its cache were reordered since the one before."""
-    tokens = next(value for value in given.values() if isinstance(value, Tensor))
     try:
+        tokens = next(value for value in given.values() if isinstance(value, Tensor))
         for cache in named_cache(given).values():
             cache.reorder_cache(torch.zeros(len(tokens), dtype=torch.int64, device=tokens.device))
-        model(**given)
     except Exception:  # a cache that cannot be reordered has no beams
+        return True
+    try:
+        model(**given)
+    except ReplayError:
         return True
     return False
 
@@ -201,6 +219,11 @@ def _check_other_routes(routed: Routed, probe: Probe, other_BTLK: Tensor) -> Non
     def keep_output(router: SelectingRouter, selecting: Any, *args: Any, **kwargs: Any) -> Any:
         returned[router] = None
         returned[router] = selecting(*args, **kwargs)
+        if router.rule.is_block and not holds_ids(returned[router], router, forced[router], may_drop=False).all():
+            router.returns_ids = False
+            num_given = len(given)
+            _check_block(router, forced[router], args, kwargs)
+            del given[num_given:]
         return returned[router]
 
     with ExitStack() as stack:
@@ -210,6 +233,8 @@ def _check_other_routes(routed: Routed, probe: Probe, other_BTLK: Tensor) -> Non
         stack.enter_context(_given_ids(routed.model, returned, given))
         probe.run()
     for router, forced_NK in forced.items():
+        if not router.returns_ids:
+            continue
         if not holds_ids(returned[router], router, forced_NK, may_drop=False).all():
             raise AttachError(
                 f"self-check failed: {_named(router)} was told to pick other experts and its selection was not obeyed. "
@@ -230,6 +255,55 @@ def _check_other_routes(routed: Routed, probe: Probe, other_BTLK: Tensor) -> Non
         # the first with weights that was handed what its router picked
         if each.router is not None and each.has(forced[each.router]) and any(True for _ in each.module.parameters()):
             hooks.experts.setdefault(each.router, (each.path, each.module, each.argument))
+
+
+class _LevelGates(TorchFunctionMode):
+    """Brings the logits of a gate near one another, in their order: of peaked ones most experts have no weight."""
+
+    def __init__(self, sizes: set[int]) -> None:
+        super().__init__()
+        self._sizes = sizes  # of all experts of all rows, and of their picks
+
+    def __torch_function__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
+        kwargs = dict(kwargs or {})
+        if func in SQUASHING:
+            args = (kwargs.pop("input"), *args) if "input" in kwargs else args
+            if args[0].numel() in self._sizes:
+                args = (args[0] / (1 + args[0].abs().amax(-1, keepdim=True)), *args[1:])
+        return func(*args, **kwargs)
+
+
+def _check_block(router: SelectingRouter, forced_NK: Tensor, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    """Move one pick of each row of a block, which runs its experts too: what it gives for every row must be another.
+
+    Both runs have the same random numbers, and gates that give every expert weight.
+
+    Raises:
+        AttachError: when one is not. It picks otherwise, or gives that expert no weight.
+    """
+    rows = torch.arange(len(forced_NK), device=forced_NK.device)
+    picked_NE = torch.zeros(len(forced_NK), router.num_experts, device=forced_NK.device).scatter(1, forced_NK, 1.0)
+    moved_NK = forced_NK.clone()
+    moved_NK[rows, rows % router.top_k] = picked_NE.argmin(1)
+    assert router.now is not None  # it runs
+    pair: list[Tensor] = []
+    for ids_NK in (forced_NK, moved_NK):
+        torch.manual_seed(0)
+        with _LevelGates({picked_NE.numel(), forced_NK.numel()}):
+            output = router.select(replace(router.now, ids_RK=ids_NK), router.original, *args, **kwargs)
+        parts = tensors_of(list(output.values()) if isinstance(output, dict) else output)
+        of_rows = [part for part in parts if part.ndim > 1 and part.numel() and not part.numel() % len(rows)]
+        if not of_rows:
+            raise AttachError(
+                f"self-check failed: {_named(router)} makes a top-k itself in {router.selecting[1]}(), which gives "
+                f"nothing for each of {len(rows)} tokens that could prove it. {NEEDS_A_RULE}"
+            )
+        pair.append(of_rows[0].detach().reshape(len(rows), -1))
+    if router.top_k < router.num_experts and not (pair[0] != pair[1]).any(-1).all():
+        raise AttachError(
+            f"self-check failed: {_named(router)} makes a top-k itself, and another expert in it did not change what "
+            f"it gives for each token: it selects otherwise, or gives such an expert no weight. {NEEDS_A_RULE}"
+        )
 
 
 def _named(router: SelectingRouter) -> str:

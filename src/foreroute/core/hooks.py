@@ -96,6 +96,12 @@ class SelectionHook(ABC):
         self.is_replaced = False  # whether the method is another than when the model was attached
         self._attached = selecting[0].__dict__.get(selecting[1])
 
+    @property
+    def original(self) -> Callable[..., Any]:
+        """The method as it was when the model was attached."""
+        module, name = self.selecting
+        return self._attached or partial(getattr(type(module), name), module)
+
     def installed(self, run: Callable[..., Any]) -> AbstractContextManager[None]:
         """While the context is open, `run(method, ...)` is called in the place of the method. As `overridden`."""
         module, name = self.selecting
@@ -118,6 +124,7 @@ class RouterHook(SelectionHook):
         self.num_experts = num_experts
         self.top_k = top_k
         self.by_softmax = False  # whether it selects by a softmax over all experts
+        self.returns_ids = True  # whether what it returns tells its ids, which that of a block may not
         self.rule = SelectionRule()  # how it selects
 
 
@@ -401,8 +408,8 @@ class ModelHooks(ABC):
     def run_selecting(self, hook: SelectionHook, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Run a router, or another module that selects, which is called now, as the pass under way wants it.
 
-        Raises `ReplayError` when it runs in another thread's pass, or outside of any, or in a checkpoint that cannot be
-        bound.
+        Raises `ReplayError` when it runs in another thread's pass, or outside of any, or before one that ran behind it
+        when the model was attached, or in a checkpoint that cannot be bound.
         """
         now = hook.now
         if torch.compiler.is_compiling():  # a graph is traced in the thread that runs it, and calls no host
@@ -423,12 +430,22 @@ class ModelHooks(ABC):
             self.bind_checkpoints([hook])
         if is_recompute:
             return hook.select(now, forward, *args, **kwargs)
+        if now.layer < len(self.routers):
+            if now.layer < current.last_layer:
+                raise ReplayError(
+                    f"router {hook.path} runs behind {self.routers[current.last_layer].path}, and ran before it when "
+                    "the model was attached: layers were exchanged since, and routes would follow the modules. Attach "
+                    "again"
+                )
+            current.last_layer = now.layer
         result = hook.select(now, forward, *args, **kwargs)
         current.calls[now.layer] += 1
         if not isinstance(hook, RouterHook):
             return result
         if hook in self._output_check.waiting:
             self._output_check.follow_experts(hook, now, result, self.checks)
+        if not hook.returns_ids:
+            return result
         if current.options.outputs and now.ids_RK is not None:
             obeys = partial(holds_ids, result, hook, may_drop=True)
             current.obeyed[now.layer] = run_unnumbered(obeys, now.ids_RK.clamp_min(0))
@@ -451,8 +468,10 @@ class ModelHooks(ABC):
 
 def _not_once(hook: SelectionHook, count: int) -> ReplayError:
     why = (
-        "a fused kernel, a captured graph, another branch, PEFT's disable_adapter(), or a checkpoint that "
-        "torch.compile cannot hold in one graph bypassed it"
+        "PEFT ran the module that it is a copy of, as under disable_adapter() or with another adapter"
+        if ".modules_to_save." in hook.path
+        else "a fused kernel, a captured graph, another branch, or a checkpoint that torch.compile cannot hold in one "
+        "graph bypassed it"
     )
     return ReplayError(
         f"{hook.noun} {hook.path} selected {count} times in one forward, expected once: "

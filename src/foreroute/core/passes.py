@@ -99,6 +99,7 @@ class Pass:
         self.returned: dict[int, Tensor] = {}  # by other modules, by their number
         self.obeyed: dict[int, Tensor] = {}  # by layer, bool [R], whether what a router returned holds the replayed ids
         self.with_grad = torch.is_grad_enabled()
+        self.last_layer = -1  # of the router that ran last, outside of graphs
         self._routers = routers
         self._parts: dict[bool, list[Any]] = {}
 

@@ -96,11 +96,13 @@ class Probe:
         takes = inspect.signature(model.forward).parameters.values()
         needs = [each.name for each in takes if each.default is each.empty and each.kind is each.POSITIONAL_OR_KEYWORD]
         needs = needs or [each.name for each in takes][:1]
+        mode = "" if model.training else " in eval mode"
         return AttachError(
-            f"{type(model).__name__} does not run in eval mode on {' and '.join(self.given) or 'input_ids'} alone "
+            f"{type(model).__name__} does not run{mode} on {' and '.join(self.given) or 'input_ids'} alone "
             f"({type(error).__name__}: {error}). Mend that if it fails without foreroute too. Attach a model that "
             "takes other arguments by those of a call, foreroute.core.attach(model, example={...}), of which this one "
-            f"needs {', '.join(needs)}, and of a speech model the part that takes tokens, such as the decoder"
+            f"needs {', '.join(needs)}; one that runs only as it trains after model.train(); and of a speech model the "
+            "part that takes tokens, such as the decoder"
         )
 
 

@@ -1,4 +1,4 @@
-"""Ids of experts as they are given, -1 where a row has no route, and what can be wrong with them.
+"""Ids of experts as they are given: integers of any type, -1 where a row has no route, and what can be wrong with them.
 
 They are checked on the device. Nothing waits for it until somebody asks.
 """
@@ -12,10 +12,20 @@ from torch import Tensor
 
 from .errors import ReplayError
 
-UNSIGNED = {torch.uint8: torch.int16, torch.uint16: torch.int32}
+UNSIGNED = {
+    torch.uint8: torch.int16,
+    torch.uint16: torch.int32,
+    torch.uint32: torch.int64,
+    torch.uint64: torch.int64,
+}
 """Types without -1, and those that hold their ids beside it."""
 INTEGERS = (torch.int8, torch.int16, torch.int32, torch.int64, *UNSIGNED)
-FAULTS = "rows with an id out of range", "rows with an expert twice", "rows with -1 beside experts"
+FAULTS = (
+    "rows with an id out of range",
+    "rows with an expert twice",
+    "rows with -1 beside experts",
+    "rows of -1 that later tokens depend on",
+)
 
 
 def find_faults(ids: Tensor, given: Tensor, num_experts: Tensor | int) -> tuple[Tensor, Tensor]:
@@ -35,7 +45,7 @@ def find_faults(ids: Tensor, given: Tensor, num_experts: Tensor | int) -> tuple[
 
 def raise_faults(faults: Tensor, effect: str) -> None:
     """Raise `ReplayError` if rows had a fault, of which int64 [F] says how many. Waits for the device."""
-    totals = zip(faults.cpu().tolist(), FAULTS, strict=True)
+    totals = zip(faults.cpu().tolist(), FAULTS, strict=False)
     said = ", ".join(f"{total} {what}" for total, what in totals if total)
     if said:
         raise ReplayError(f"the routes had {said}; {effect}. Mend the ids that are replayed")
@@ -51,6 +61,7 @@ def signed(ids: Tensor) -> Tensor:
     if ids.dtype not in UNSIGNED:
         return ids
     wide = ids.to(UNSIGNED[ids.dtype])
-    was_minus_one = wide == torch.iinfo(ids.dtype).max
+    was_minus_one = wide == (-1 if ids.dtype == torch.uint64 else torch.iinfo(ids.dtype).max)
+    wide = wide.where(wide >= 0, torch.iinfo(wide.dtype).max)  # what int64 does not hold is above all ids
     # with one pick, 255 may be the expert of that number
     return wide.masked_fill(was_minus_one.all(-1, keepdim=True), -1) if ids.shape[-1] > 1 else wide

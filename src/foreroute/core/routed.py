@@ -1,5 +1,10 @@
 """Sessions of an attached model, and replay of integer tensors: what a maintainer of a framework types.
 
+    routed = attach(model)                                   # proves itself, or names the router
+    with routed.replay(ids_BTLK, attention_mask):            # -1: not recorded, the router chooses
+        loss = model(**batch).loss                           # any checkpointing; backward may run later
+    routed.report()                                          # rows replayed, natively differing, of each router
+
 Nothing here waits for the device until somebody asks. Ids are checked on it; what is wrong takes no effect there, and
 is told at the end of a later session, or by `report`.
 
@@ -8,13 +13,10 @@ Letters: B, T rows and positions of the batch, L routers, K picks, E experts.
 
 from __future__ import annotations
 
-import warnings
-from collections.abc import Callable, Generator, Iterator, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager
-from functools import partial, wraps
-from inspect import GEN_CREATED, getgeneratorstate
-from typing import Any, NamedTuple, ParamSpec, TypeVar
-from weakref import finalize
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from functools import partial
+from typing import Any, Literal, NamedTuple, get_args
 
 import torch
 from torch import Tensor
@@ -27,33 +29,14 @@ from .hooks import ModelHooks
 from .passes import Interceptor, Pass, RecordOptions, ReplayCounts, Rows, move_tensor
 from .route_ids import INTEGERS, described, find_faults, raise_faults, signed
 from .trunk import TrunkArgs, TrunkHooks
+from .unopened import opened_by_with
 
 NOTHING_RECORDED = (
     "nothing was recorded: no forward of the attached model ran in the record() session, in the thread that opened it"
 )
 
-
-P = ParamSpec("P")
-T = TypeVar("T")
-
-
-def opened_by_with(make: Callable[P, Iterator[T]]) -> Callable[P, AbstractContextManager[T]]:
-    """As `contextlib.contextmanager`; what it makes warns when it goes unopened, as it did nothing."""
-    managed = contextmanager(make)
-
-    @wraps(make)
-    def made(*args: P.args, **kwargs: P.kwargs) -> AbstractContextManager[T]:
-        session = managed(*args, **kwargs)
-        finalize(session, _warn_unopened, session.gen, make.__name__).atexit = False
-        return session
-
-    return made
-
-
-def _warn_unopened(session: Generator[Any, Any, Any], name: str) -> None:
-    if getgeneratorstate(session) == GEN_CREATED:
-        said = f"{name}() was never opened, and did nothing; write `with routed.{name}(...) as session:`"
-        warnings.warn(said, stacklevel=3)
+Missing = Literal["native", "error"]
+"""What to do with rows of -1 that are neither padding nor the last of their sequence."""
 
 
 class LayerReport(NamedTuple):
@@ -104,7 +87,8 @@ class HookedModel:
     ) -> Iterator[None]:
         """Let a session force routes in every pass of chunks, by default of all, while the context is open.
 
-        Raises `ReplayError` when the model is replaying already; at the end, when no forward ran.
+        Raises:
+            ReplayError: when the model is replaying already; at the end, when no forward ran.
         """
         with ExitStack() as stack:
             for hooks in self.chunks if chunks is None else chunks:
@@ -136,8 +120,12 @@ class Routed(HookedModel):
         paths = [router.path for router in self.hooks.routers]
         return f"Routed({len(paths)} routers from {paths[0]} to {paths[-1]})"
 
-    def rows(self, ids_BTLK: Tensor, attention_mask: Tensor | None = None) -> TensorRows:
+    def rows(
+        self, ids_BTLK: Tensor, attention_mask: Tensor | None = None, *, missing: Missing = "native"
+    ) -> TensorRows:
         """Make routes ready to be replayed, as often as wanted. Arguments and errors as of `replay`."""
+        if missing not in get_args(Missing):
+            raise ReplayError(f"missing is {missing!r}; expected one of {get_args(Missing)}")
         routers, top_k = self.hooks.routers, int(self.hooks.sizes_2L[1].max())
         if not isinstance(ids_BTLK, Tensor) or ids_BTLK.ndim != 4 or ids_BTLK.dtype not in INTEGERS:
             raise ReplayError(f"ids are {described(ids_BTLK)}; expected integers [B, T, L, K]")
@@ -163,12 +151,22 @@ class Routed(HookedModel):
         too_large, twice = find_faults(ids_LBTK, given, num_experts_L[..., None])
         in_part = (num_given > 0) & ~routed
         wrong = too_large | twice | in_part
-        faults = torch.stack(list(map(Tensor.sum, (too_large, twice, in_part))))
+        lacking = torch.zeros_like(real_BT)
+        if missing == "error":  # the last real position of a sequence is before no other
+            has_later = real_BT.flip(1).cumsum(1).flip(1) > 1
+            lacking = (num_given == 0).any(0) & real_BT & has_later
+        faults = torch.stack(list(map(Tensor.sum, (too_large, twice, in_part, lacking))))
         is_forced = (routed & ~wrong)[..., None] & is_pick
         return TensorRows(torch.where(is_forced, ids_LBTK, -1).to(self.hooks.id_dtype), faults)
 
     @opened_by_with
-    def replay(self, ids_BTLK: Tensor | TensorRows, attention_mask: Tensor | None = None) -> Iterator[None]:
+    def replay(
+        self,
+        ids_BTLK: Tensor | TensorRows,
+        attention_mask: Tensor | None = None,
+        *,
+        missing: Missing = "native",
+    ) -> Iterator[None]:
         """Force routes in every forward of the model while the context is open; backward may run later.
 
         Args:
@@ -176,12 +174,15 @@ class Routed(HookedModel):
                 which routers run; -1 in all K of a row that was not recorded, and in the last ones for a router with
                 fewer picks. Or what `rows` made.
             attention_mask: [B, T], zero for padding, which the model routes itself.
+            missing: "error" refuses rows of -1 that later tokens depend on. That is found on the device.
 
         Raises:
             ReplayError: for shapes and types that do not fit; in a forward, when a router bypassed replay; at the end,
                 when nothing ran, or ids of an earlier batch were found wrong.
         """
-        rows = ids_BTLK if isinstance(ids_BTLK, TensorRows) else self.rows(ids_BTLK, attention_mask)
+        rows = ids_BTLK
+        if not isinstance(rows, TensorRows):
+            rows = self.rows(rows, attention_mask, missing=missing)
         with self.open_replay(_TensorReplay(rows), self._counts):
             yield
         self.checks.add(rows.faults.any(), rows.raise_faults)
@@ -274,7 +275,7 @@ class TensorRows(NamedTuple):
     """Routes of a batch on the device, to be replayed as often as wanted. Made by `Routed.rows`."""
 
     ids_LBTK: Tensor  # as `Rows.ids_LRK`; rows with a fault are -1
-    faults: Tensor  # int64 [3], how many rows have each of `FAULTS`
+    faults: Tensor  # int64 [4], how many rows have each of `FAULTS`
 
     def of(self, first: int, num: int) -> Rows:
         """Give the rows of positions from `first` on; behind the last one there is no route."""

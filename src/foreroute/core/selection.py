@@ -248,5 +248,6 @@ class SelectionRule:
 
     mode: type[SelectionMode] = SelectionMode  # what watches and forces its selection
     num_skip_classes: int = 0  # how many of its last ids stand for no expert at all
+    is_block: bool = False  # whether it is a block around a gate, which may run the experts too
     is_lookup: bool = False  # whether it is a function of the token alone; it is checked and never forced
     read_back: Callable[[Any], Tensor] | None = None  # ids [R, K], ascending, from an output that has them otherwise

@@ -102,6 +102,7 @@ def grouped_by_expert(output: Any) -> Tensor:
 
 
 TOP_K_RULE = SelectionRule()
+BLOCK_RULE = SelectionRule(is_block=True)
 
 RULES = {
     "DeepseekV4HashRouter": SelectionRule(mode=HashLookupMode, is_lookup=True),

@@ -19,12 +19,23 @@ PLAIN = (bool, int, float, str, torch.dtype, torch.device, Tensor, type(None))
 
 
 @contextmanager
-def untouched(model: nn.Module) -> Iterator[None]:
-    """Eval mode, no gradients, nothing compiled; whatever forwards leave behind in the model is put back at the end."""
+def untouched(model: nn.Module) -> Iterator[Callable[[], bool]]:
+    """Eval mode, no gradients, nothing compiled; whatever forwards leave behind in the model is put back at the end.
+
+    Gives a function that goes back to the mode that the modules were in, and says whether that is another.
+    """
     modules = [(module, _attributes(module), _buffers(module)) for module in model.modules()]
     standing = _parameters(model)
     values = [_Values.of(parameter) for *_, parameter in standing]
+    trained = {module for module in model.modules() if module.training}
     model.eval()
+
+    def in_training() -> bool:
+        if trained:
+            model.train()  # which may replace more than flags
+        for module in model.modules():
+            module.training = module in trained
+        return bool(trained)
 
     try:
         with (
@@ -32,7 +43,7 @@ def untouched(model: nn.Module) -> Iterator[None]:
             torch.random.fork_rng(range(torch.cuda.device_count())),
             torch.compiler.set_stance("force_eager"),
         ):
-            yield
+            yield in_training
     finally:
         for module, name, parameter in _replaced(model, standing):
             if not _is_elsewhere(parameter):

@@ -39,7 +39,8 @@ from torch import Tensor
 from foreroute.core.deferred_checks import DeferredChecks
 from foreroute.core.hooks import ModelHooks
 from foreroute.core.passes import Interceptor, RecordOptions
-from foreroute.core.routed import HookedModel, Replaying, opened_by_with
+from foreroute.core.routed import HookedModel, Replaying
+from foreroute.core.unopened import opened_by_with
 from foreroute.errors import ConfigError, ReplayError
 from foreroute.layout import Layout
 from foreroute.replay.arguments import as_version, require_switches, require_version
