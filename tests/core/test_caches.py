@@ -5,6 +5,7 @@ The oracle of what is recorded is one forward without a cache over the sequences
 
 import copy
 import inspect
+import sys
 from collections import Counter
 
 import numpy as np
@@ -182,6 +183,22 @@ def test_a_cache_of_unknown_form_is_refused_when_a_model_is_attached():
 
     model.model.forward = handing
     with pytest.raises(AttachError, match=r"reordered.*beams"):
+        attach(model)
+
+
+class NeedsAnArgument(DynamicCache):
+    """Says its length where it is asked in another way, as of a release that nobody here has seen."""
+
+    def get_seq_length(self, *args, **kwargs):
+        if sys._getframe(1).f_globals["__name__"].startswith("foreroute."):
+            raise TypeError("get_seq_length() missing 1 required positional argument")
+        return super().get_seq_length(*args, **kwargs)
+
+
+def test_a_cache_that_breaks_recordings_alone_is_refused_when_a_model_is_attached(monkeypatch):
+    model = tiny("qwen3_moe", num_hidden_layers=2)
+    monkeypatch.setattr(sys.modules[type(model).__module__], "DynamicCache", NeedsAnArgument)
+    with pytest.raises(AttachError, match=r"along.*recorded"):
         attach(model)
 
 

@@ -83,12 +83,12 @@ def check_every_routed_row_is_of_an_accepted_version(framework):
         refused(mixed, given, r"weight versions \[1, 2\], expected only")
     replayed(on, mixed, BATCH, weight_version=[1, 2])
     bare = RoutingTrace.unrouted(trace.spec, BATCH.sequences)
-    refused(bare, 1, r"weight versions \[\], expected only \[1\] ")
+    refused(bare, 1, r"weight versions \[\], expected only 1 ")
     # a range reaches below 0 in the first steps, and lets pass no row that states no version
     unstated = trace.with_weight_version(-1)
-    refused(unstated, range(-2, 1), r"versions \[-1\], expected only range.* --weight-version of foreroute convert")
+    refused(unstated, range(-2, 1), r"versions \[-1\], expected only 0 .* --weight-version of foreroute convert")
     replayed(on, unstated, BATCH, weight_version=-1)
-    refused(trace, range(2, 10**12 + 1), r"expected only range\(2, 1000000000001\) ")
+    refused(trace, range(2, 10**12 + 1), "expected only those from 2 to 1000000000000 ")
 
 
 def check_forwards_of_wrong_values_are_refused_in_replays_and_recordings(framework):

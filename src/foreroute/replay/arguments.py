@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping
+from itertools import islice
 from typing import Any, get_args
 
 import numpy as np
@@ -13,6 +14,7 @@ from foreroute.errors import BatchMismatchError, ConfigError, LayoutError, Stale
 from foreroute.layout import Layout
 from foreroute.trace import NO_VERSION, RoutingTrace
 
+SHOWN_VERSIONS = 8
 WANTED_MASK = "expected [batch, tokens], 1 for tokens and 0 for padding"
 
 
@@ -54,8 +56,8 @@ def require_version(versions: tuple[int, ...], expected: int | Collection[int], 
                 "Name the weights where the trace is made: weight_version=, or --weight-version of foreroute convert"
             )
         raise StaleTraceError(
-            f"{what} was recorded under weight versions {list(versions)}, expected only "
-            f"{accepted if stated else sorted(accepted)} ({NO_VERSION} means not stated). {remedy}"
+            f"{what} was recorded under weight versions {list(versions)}, expected only {_shown(accepted)} "
+            f"({NO_VERSION} means not stated). {remedy}"
         )
 
 
@@ -89,3 +91,13 @@ def _accepted(expected: Any) -> Collection[int]:
     listed = expected.tolist() if hasattr(expected, "tolist") else expected  # of numpy and torch
     is_one = isinstance(listed, str | bytes | Mapping) or not isinstance(listed, Collection) or not listed
     return [as_version(each) for each in ([listed] if is_one else listed)]
+
+
+def _shown(accepted: Collection[int]) -> str:
+    if isinstance(accepted, range):  # which may be longer than any list
+        ends = sorted((accepted[0], accepted[-1]))
+        few = [v for v in islice(accepted, SHOWN_VERSIONS + 1) if v >= 0]
+        return f"those from {max(ends[0], 0)} to {ends[1]}" if len(few) > SHOWN_VERSIONS else _shown(few)
+    numbers = sorted(accepted)
+    more = f" and {len(numbers) - SHOWN_VERSIONS} more" if len(numbers) > SHOWN_VERSIONS else ""
+    return ", ".join(map(str, numbers[:SHOWN_VERSIONS])) + more
