@@ -171,6 +171,16 @@ def test_a_block_that_swaps_ids_behind_its_router_is_told_once_in_every_session(
         with pytest.raises(ReplayError, match=said), session():
             model(input_ids=TOKENS)
     handle.remove()
+    failing = experts.register_forward_pre_hook(lambda *_: 1 / 0)  # which is no look at them
+    with routed.record():
+        with pytest.raises(ZeroDivisionError):
+            model(input_ids=TOKENS)
+        failing.remove()
+        handle = experts.register_forward_pre_hook(lambda _, args: (args[0], (args[1] + 1) % 8, *args[2:]))
+        with pytest.raises(ReplayError, match=r"layers.1.*handed"):
+            model(input_ids=TOKENS)
+        handle.remove()
+        model(input_ids=TOKENS)
     with routed.record(), routed.replay(own):
         model(input_ids=TOKENS)
         assert not experts._forward_pre_hooks  # looked at once

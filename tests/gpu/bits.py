@@ -223,8 +223,3 @@ def require_given(case, calls, of_experts, *, precision=None):
             expected = host(hidden_RH.cpu().double()[kept_R], ids_NK, weights_RK.cpu().double()[kept_R])
         apart = float((output_RH.cpu().double()[kept_R] - expected).abs().max() / expected.abs().max())
         assert apart < EXPERT_TOLERANCE[precision], f"what the last layer's experts returned is {apart:.2g} off"
-
-
-def replayed(case, trace):
-    with case.routed.replay(trace):
-        return logits_of(case.routed.model, case.batch)

@@ -15,7 +15,6 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch.distributed.fsdp import fully_shard
-from torch.nn import functional
 
 from benchmarks.gpu.counting import place, waits_are_seen, waits_on_cuda
 from benchmarks.harness.host_path import HostPath
@@ -99,17 +98,6 @@ def check_fsdp(device):
 
 def test_fsdp_on_one_rank(one):
     one(check_fsdp)
-
-
-def test_experts_without_a_token_get_no_gradient(device):
-    """Some kernels leave them as the memory was (pytorch issue 172439)."""
-    ends = torch.tensor([96, 96, 256, 256], device=device, dtype=torch.int32)
-    weight = torch.ones(len(ends), 128, 128, device=device, dtype=torch.bfloat16, requires_grad=True)
-    rows = weight.new_ones(256, 128)
-    torch.full_like(weight, torch.nan)  # memory that the gradient may be given next
-    out = functional.grouped_mm(rows, weight, offs=ends)
-    out.backward(torch.ones_like(out))
-    assert (weight.grad == weight.new_tensor([96, 0, 160, 0])[:, None, None]).all()
 
 
 def check_copies(device):

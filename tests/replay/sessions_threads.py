@@ -5,34 +5,26 @@ import threading
 import torch
 
 from foreroute.errors import ReplayError
-from tests.replay.session_subject import batch_of, entering, foreign, prepared, recorded, replayed, same, step
+from tests.replay.session_subject import batch_of, entering, prepared, recorded, replayed, same, step
 
 BATCH = batch_of()
 
 
 def in_thread(function):
     """What the function returned, or raised, in a thread of its own."""
-    [outcome] = together([function], names=["other"])
-    return outcome
+    outcomes = []
 
-
-def together(functions, names):
-    """What each returned, or raised, in threads that begin at once."""
-    outcomes = [None] * len(functions)
-
-    def run(number):
+    def run():
         try:
-            outcomes[number] = functions[number]()
+            outcomes.append(function())
         except BaseException as error:
-            outcomes[number] = error
+            outcomes.append(error)
 
-    threads = [threading.Thread(target=run, args=(number,), name=name) for number, name in enumerate(names)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(60)
-        assert not thread.is_alive()
-    return outcomes
+    thread = threading.Thread(target=run, name="other")
+    thread.start()
+    thread.join(60)
+    assert not thread.is_alive()
+    return outcomes[0]
 
 
 def require_refused(outcome):
@@ -91,36 +83,3 @@ def check_a_backward_of_another_thread_recomputes_its_own_routes(framework):
             loss = on.loss(BATCH)
             assert in_thread(loss.backward) is None
         assert same(on.gradients(), expected), recompute
-
-
-def check_two_models_in_two_threads_keep_to_their_own_traces(framework):
-    subjects = [framework.built(seed=seed) for seed in (1, 2)]
-    traces = [foreign(subjects[0].routed.spec, BATCH, number) for number in range(4)]
-    runs = [lambda on=on: [replayed(on, trace, BATCH).item() for trace in traces] for on in subjects]
-    alone = [run() for run in runs]
-    assert alone[0] != alone[1]
-    assert together(runs, ["one", "two"]) == alone
-
-
-def check_two_threads_that_share_a_model_never_blame_a_kernel(framework):
-    """Each forward is right or refused by the names of the threads, whatever the moments at which they meet."""
-    on = framework.built()
-    alone = recorded(on, BATCH)
-
-    def work():
-        outcomes = []
-        for _ in range(12):
-            try:
-                outcomes.append(recorded(on, BATCH))
-            except ReplayError as error:
-                outcomes.append(error)
-        return outcomes
-
-    outcomes = [outcome for each in together([work, work], ["worker 0", "worker 1"]) for outcome in each]
-    for outcome in outcomes:
-        if isinstance(outcome, ReplayError):
-            assert "thread 'worker" in str(outcome)
-        else:
-            assert outcome.equals(alone)
-    assert any(not isinstance(outcome, ReplayError) for outcome in outcomes)
-    on.loss(BATCH)

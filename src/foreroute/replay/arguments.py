@@ -9,11 +9,11 @@ from typing import Any, get_args
 import numpy as np
 from numpy.typing import NDArray
 
+from foreroute.checks import MOST_INT32, whole_number
 from foreroute.errors import BatchMismatchError, ConfigError, LayoutError, StaleTraceError, TraceError
 from foreroute.layout import Layout
 from foreroute.trace import NO_VERSION, RoutingTrace
 
-LARGEST_VERSION = np.iinfo(np.int32).max
 SHOWN_VERSIONS = 8
 WANTED_MASK = "expected [batch, tokens], 1 for tokens and 0 for padding"
 
@@ -38,22 +38,14 @@ def require_choice(argument: str, value: object, choices: Any) -> None:
 
 
 def as_version(value: object) -> int:
-    """Give the version that a recording stamps on its rows.
-
-    Raises:
-        ConfigError: for what is no whole number from 0 that fits 32 bits, nor `NO_VERSION`.
-    """
-    if not _is_version(value):
-        raise _no_version(value)
-    return int(value)  # type: ignore[call-overload, no-any-return]
+    """Give the version that a recording stamps on its rows. Raises `ConfigError` for what is none."""
+    return whole_number(value, name="weight_version", least=NO_VERSION, most=MOST_INT32, error=ConfigError)
 
 
 def require_version(versions: tuple[int, ...], expected: int | Collection[int], what: str) -> None:
-    """Raise unless every routed row was recorded under an expected version. A range accepts none that is not stated.
+    """Raise `StaleTraceError` unless every routed row was recorded under an expected version.
 
-    Raises:
-        ConfigError: when `expected` is no whole number, nor several.
-        StaleTraceError: when a row has another version, or none is routed.
+    A range accepts no row whose version is not stated. Raises `ConfigError` for what is no version, nor several.
     """
     accepted = _accepted(expected)
     stated = isinstance(accepted, range)  # its numbers are steps, which may reach below 0 at the start of a run
@@ -93,29 +85,12 @@ def kept_by(mask: NDArray[Any]) -> NDArray[np.bool_]:
     return kept
 
 
-def _accepted(expected: object) -> Collection[int]:
+def _accepted(expected: Any) -> Collection[int]:
     if isinstance(expected, range) and expected and max(expected[0], expected[-1]) >= 0:
         return expected
     listed = expected.tolist() if hasattr(expected, "tolist") else expected  # of numpy and torch
-    if _is_version(listed):
-        return (listed,)  # type: ignore[return-value]
-    if isinstance(listed, str | bytes | Mapping) or not isinstance(listed, Collection) or not listed:
-        raise _no_version(expected)
-    if not all(map(_is_version, listed)):
-        raise _no_version(expected)
-    return listed
-
-
-def _is_version(value: object) -> bool:
-    is_whole = isinstance(value, int | np.integer) and not isinstance(value, bool)
-    return is_whole and NO_VERSION <= value <= LARGEST_VERSION  # type: ignore[operator]
-
-
-def _no_version(value: object) -> ConfigError:
-    return ConfigError(
-        f"weight_version is {value!r}, a {type(value).__name__}; expected a whole number from 0 to {LARGEST_VERSION} "
-        f"({NO_VERSION} for not stated) or, where several are accepted, a list or range of them"
-    )
+    is_one = isinstance(listed, str | bytes | Mapping) or not isinstance(listed, Collection) or not listed
+    return [as_version(each) for each in ([listed] if is_one else listed)]
 
 
 def _shown(accepted: Collection[int]) -> str:
@@ -125,4 +100,4 @@ def _shown(accepted: Collection[int]) -> str:
         return f"those from {max(ends[0], 0)} to {ends[1]}" if len(few) > SHOWN_VERSIONS else _shown(few)
     numbers = sorted(accepted)
     more = f" and {len(numbers) - SHOWN_VERSIONS} more" if len(numbers) > SHOWN_VERSIONS else ""
-    return ", ".join(str(int(v)) for v in numbers[:SHOWN_VERSIONS]) + more
+    return ", ".join(map(str, numbers[:SHOWN_VERSIONS])) + more

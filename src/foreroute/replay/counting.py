@@ -31,8 +31,8 @@ class Telemetry(Interceptor):
     options = RecordOptions(native=True)
 
     def __init__(self, specs: Sequence[RoutingSpec | None]) -> None:
-        self._specs = specs  # of each chunk; None of one without routers
-        self._sums: dict[int, dict[str, Tensor]] = {}
+        self._specs: Sequence[Any] = specs  # of each chunk; None of one without routers
+        self.sums: dict[int, dict[str, Tensor]] = {}  # of each chunk that has counted
 
     def end_pass(self, chunk: int, args: Any, current: Pass | None) -> None:
         """Add one pass. Rows that were replayed count, and no others; padding that replay picks for is no route."""
@@ -57,30 +57,20 @@ class Telemetry(Interceptor):
             "first_differing_L": _histogram(differs_LR.int().argmax(0), per_row_R > 0, num_layers),
             "counts_LE": _count_experts(counted_LRK, rows.real_R, spec.num_experts + bool(spec.sizes)),
         }
-        add_to(self._sums.setdefault(chunk, {}), parts)
-
-    def has_counted(self, chunk: int) -> bool:
-        """Say whether a pass of a chunk was added."""
-        return chunk in self._sums
+        add_to(self.sums.setdefault(chunk, {}), parts)
 
     def agreement(self, chunk: int) -> RoutingMismatch:
         """Join the sums of a chunk that has counted. Waits for the device, once."""
-        sums = {name: value for name, value in self._sums[chunk].items() if name != "counts_LE"}
+        sums = {name: value for name, value in self.sums[chunk].items() if name != "counts_LE"}
         on_host = {name: value.to("cpu", non_blocking=value.is_cuda) for name, value in sums.items()}
         if sums["rows"].is_cuda:
             torch.cuda.current_stream(sums["rows"].device).synchronize()
-        rows = int(on_host.pop("rows"))
-        counted = {name: value.numpy() for name, value in on_host.items()}
-        return RoutingMismatch(rows=rows, picks_L=self._spec_of(chunk).picks_L, **counted)
+        counted: dict[str, Any] = {name: value.numpy() for name, value in on_host.items()}
+        return RoutingMismatch(**counted | {"rows": int(counted["rows"]), "picks_L": self._specs[chunk].picks_L})
 
     def expert_counts_LE(self, chunk: int) -> NDArray[np.int64]:
         """int64 [L, E], tokens of each expert without padding, of a chunk that has counted. Waits for the device."""
-        return self._sums[chunk]["counts_LE"].cpu().numpy()[:, : self._spec_of(chunk).num_experts]
-
-    def _spec_of(self, chunk: int) -> RoutingSpec:
-        spec = self._specs[chunk]
-        assert spec is not None, "a chunk without routers counts nothing"
-        return spec
+        return self.sums[chunk]["counts_LE"].cpu().numpy()[:, : self._specs[chunk].num_experts]
 
 
 class RootRows(Interceptor):

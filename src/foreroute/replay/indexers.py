@@ -69,9 +69,7 @@ def find_positions(
 
     `padding_B`, int64 [B], counts the padding among `past` columns of a key-value cache. Returned are int64 [R] twice:
     the position of a row in its sequence, -1 for padding; and the column, cached ones counted, where that begins, or 0.
-
-    Raises:
-        BatchMismatchError: when padding lies inside a sequence.
+    Raises `BatchMismatchError` when padding lies inside a sequence.
     """
     at = np.flatnonzero(row_R >= 0)
     sequence = np.searchsorted(offsets, row_R[at], side="right") - 1
@@ -101,12 +99,7 @@ class IndexerPass:
 
 
 def require_choices(trace: RoutingTrace, spec: IndexerSpec | None) -> None:
-    """Raise unless the indexers of a model, if any, can choose what the trace says, if it says anything.
-
-    Raises:
-        SpecMismatchError: when the model has no indexers, or in other layers.
-        TraceContentError: when the choices cannot be those of its indexers.
-    """
+    """Raise unless the indexers of a model, if any, can choose what the trace says, as `IndexerSpec.check`."""
     stream = trace.streams.get(INDEXER)
     if stream is None:
         return

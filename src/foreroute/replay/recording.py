@@ -42,8 +42,6 @@ class RecordedPass:
     choices: dict[int, Tensor] | None = None  # what each indexer returned, by its number
 
 
-RowsOf = Callable[[list[list[RecordedPass]]], list[ForwardRows]]
-"""Makes the rows of every forward from the passes of each chunk of this rank, on every rank of the model at once."""
 CheckRollout = Callable[[Sequence[NDArray[np.int64]]], None]
 """Looks at the tokens of each sequence of a rollout, masked ones left out."""
 
@@ -52,8 +50,7 @@ class Recording(Interceptor):
     """Collects the routes of every forward in a `record()` session.
 
     Forwards that start without a key-value cache begin new sequences; forwards with one continue the sequences of the
-    forward before them, from where the cache ends: positions that were cut off it are left out. Routes stay on the
-    device until they are asked for.
+    forward before them. Routes stay on the device until they are asked for.
     """
 
     _check_rollout: CheckRollout | None = None
@@ -62,7 +59,7 @@ class Recording(Interceptor):
         self,
         spec: RoutingSpec,
         num_chunks: int,
-        rows_of: RowsOf,
+        rows_of: Callable[[list[list[RecordedPass]]], list[ForwardRows]],  # as `RoutedModel.rows_of`
         weight_version: int,
         provenance: dict[str, str],
         options: RecordOptions,
@@ -97,9 +94,8 @@ class Recording(Interceptor):
 
         All layers and rows, on every rank: each rank of the model must call it, like a collective of torch.distributed.
         Padding is left out where the batch says what is padding: by a mask, or between packed sequences. The last token
-        that `generate` sampled was no input, and what a finished sequence goes on with is not known to be padding, nor
-        are drafts known to be rejected in its last forward: `rollout` adds the one and leaves out the others. Rows
-        carry the weight version given to `record()`.
+        that `generate` sampled was no input, and what a finished sequence goes on with is not known to be padding:
+        `rollout` adds the one and leaves out the other.
 
         Raises:
             ReplayError: when no forward ran in the session, or the chunks of a rank ran different numbers of them.
@@ -110,9 +106,8 @@ class Recording(Interceptor):
     def rollout(self, sequences: Any, attention_mask: ArrayLike | None = None) -> RoutingTrace:
         """The routes of sequences that were sampled in the session, such as `generate` returns them.
 
-        The last token of each was sampled and never an input, so that it is in the trace without a route. What was fed
-        to a sequence after its end is left out. The tokens are compared with those that were recorded. Called on every
-        rank of the model, as `trace`.
+        The last token of each was sampled and never an input, so that it is in the trace without a route. The tokens
+        are compared with those that were recorded. Called on every rank of the model, as `trace`.
 
         Args:
             sequences: prompts and responses, integers [B, T], in the order in which they were recorded; or B integer
@@ -137,10 +132,7 @@ class Recording(Interceptor):
     def margins_NL(self) -> NDArray[np.float32]:
         """float32 [N, L]: K-th minus (K+1)-th selection score of each row of `trace()`, in the router's own scale.
 
-        Called on every rank of the model, as `trace`.
-
-        Raises:
-            ReplayError: when the session was not opened with `margins=True`.
+        Called on every rank of the model, as `trace`. Raises `ReplayError` without `record(margins=True)`.
         """
         return self._values_NL("margins", "margins", is_kept=self.options.margins)
 
@@ -149,10 +141,7 @@ class Recording(Interceptor):
 
         The least selection score of the native picks less the least of the replayed experts, in the router's own scale;
         in logits where that is a softmax. 0 where both are the same, or nothing was replayed. Called on every rank of
-        the model, as `trace`.
-
-        Raises:
-            ReplayError: when the session was not opened with `native=True`.
+        the model, as `trace`. Raises `ReplayError` without `record(native=True)`.
         """
         return self._values_NL("deficits", "native", is_kept=self.options.deficits)
 
@@ -232,7 +221,7 @@ def _tokens_of(sequences: Any, attention_mask: ArrayLike | None) -> list[NDArray
     if isinstance(sequences, list | tuple):
         if attention_mask is not None:
             raise BatchMismatchError("sequences in a list have no padding; give no attention_mask with them")
-        rows = [_as_array(row) for row in sequences]
+        rows = list(map(_as_array, sequences))
     else:
         rows_BT = _as_array(sequences)
         if rows_BT.ndim != 2:
@@ -242,7 +231,13 @@ def _tokens_of(sequences: Any, attention_mask: ArrayLike | None) -> list[NDArray
             )
         rows = list(rows_BT)
         if attention_mask is not None:
-            rows = [row[kept] for row, kept in zip(rows, _mask_of(attention_mask, rows_BT.shape), strict=True)]
+            mask_BT = _as_array(attention_mask)
+            if mask_BT.shape != rows_BT.shape:
+                raise BatchMismatchError(
+                    f"attention_mask is {mask_BT.shape} and the sequences are {rows_BT.shape}; expected the mask of "
+                    "prompts and responses: 0 for padding before a prompt, and for what follows the end of a response"
+                )
+            rows = [row[kept] for row, kept in zip(rows, kept_by(mask_BT), strict=True)]
     for s, row in enumerate(rows):
         if row.ndim != 1 or row.dtype.kind not in "iu" or not len(row):
             raise BatchMismatchError(
@@ -251,21 +246,8 @@ def _tokens_of(sequences: Any, attention_mask: ArrayLike | None) -> list[NDArray
     return [row.astype(np.int64) for row in rows]
 
 
-def _mask_of(attention_mask: ArrayLike, shape: tuple[int, ...]) -> NDArray[np.bool_]:
-    mask = _as_array(attention_mask)
-    if mask.shape != shape:
-        raise BatchMismatchError(
-            f"attention_mask is {mask.shape} and the sequences are {shape}; expected the mask of prompts and "
-            "responses: 0 for padding before a prompt, and for what follows the end of a response"
-        )
-    return kept_by(mask)
-
-
 def _as_array(values: Any) -> NDArray[Any]:
-    try:
-        return to_host(values) if isinstance(values, Tensor) else np.asarray(values)
-    except (TypeError, ValueError) as error:
-        raise BatchMismatchError(f"a {type(values).__name__} holds no tokens ({error}); expected integers") from error
+    return to_host(values) if isinstance(values, Tensor) else np.asarray(values)
 
 
 def _inputs_of(recorded: RoutingTrace, tokens: Sequence[NDArray[np.int64]]) -> RoutingTrace:

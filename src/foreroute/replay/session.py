@@ -103,11 +103,7 @@ class RoutedModel(HookedModel, ABC):
 
     @property
     def session(self) -> ReplaySession:
-        """The replay that is open now, or that of the micro-batch that a wrapped forward step is running.
-
-        Raises:
-            ReplayError: when none is.
-        """
+        """The replay that is open now, or of the micro-batch that runs; raises `ReplayError` when none is."""
         if not isinstance(self._replayed, ReplaySession):
             raise ReplayError("no micro-batch is being replayed now; ask inside of a replay, after the model has run")
         return self._replayed
@@ -130,9 +126,6 @@ class RoutedModel(HookedModel, ABC):
             margins: also keep the gap between the K-th and the (K+1)-th selection score.
             native: keep what routers pick natively, also where routes are replayed, and `deficits_NL()` of these.
             indexers: also keep the choices of sparse-attention indexers, as the stream "indexer": 4 bytes per choice.
-
-        Yields:
-            The recording; call its `trace()` at any time, on every rank of the model.
 
         Raises:
             ConfigError: for a version that is no whole number, a switch that is neither True nor False, margins beside
@@ -176,41 +169,28 @@ class RoutedModel(HookedModel, ABC):
         compared with theirs. The last token of each sequence is routed by the model itself. With activations recomputed
         or not, `backward()` may run inside or outside the context.
 
-        Hugging Face: sequences are one per row, padded on either side, or several per row where `position_ids` start
-        anew at 0 (or `cu_seq_lens_q` says so). Megatron-Core: sequences of the micro-batch are padded on the
-        right, or as a layout says, or packed (`packed_seq_params`).
-
         Args:
             routes: of the sequences of the batch: a trace, as `trace.select(...)` gives it for a micro-batch. On
                 Hugging Face also what `rows` made of one, to be replayed several times; on Megatron-Core also what
                 `shard` made, whose policies then hold.
-            layout: where the sequences are in the batch, before ranks share it. Seen from the batch by default.
+            layout: where the sequences are in the batch, before ranks share it. By default seen from the batch: by its
+                mask; packed, by positions that start anew or offsets (`cu_seq_lens_q`, `packed_seq_params`).
             weight_version: when given, the version that every routed row must have been recorded under, or the
                 versions that are accepted, such as `range(3, 6)` where rollouts may be two versions old. A range
                 accepts no row whose version is not stated.
             missing: what to do when a row has no route other than the last of its sequence: refuse the batch
                 ("error"), let the model route it ("native"), or that and take the tokens after it out of the loss by
                 `session.loss_mask_BT` ("drop").
-            padding: who picks for padding: replay, evenly over experts and their ranks ("spread"), or the model
-                ("native"). By default "spread" on Megatron-Core, whose dispatcher sends padding to ranks, and "native"
-                on Hugging Face. Megatron-Core leaves padding out of auxiliary losses and expert-bias counters either
-                way.
+            padding: who picks for padding: replay, evenly over experts and their ranks ("spread", the default on
+                Megatron-Core, whose dispatcher sends padding to ranks), or the model ("native", on Hugging Face).
             counts: which selection auxiliary losses, expert-bias counters and `expert_counts_LE()` count: the
                 router's own ("native") or the executed one ("replayed").
             telemetry: also let each router select by itself, for `session.agreement()` and `expert_counts_LE()`.
 
-        Yields:
-            The session.
-
         Raises:
-            TraceError: when `routes` are none.
-            SpecMismatchError: when they belong to another model.
-            StaleTraceError: when they were recorded under another weight version.
+            TraceError: when `routes` are none, or, as one of its kinds, of another model, weight version or batch.
             ConfigError: for a policy that does not exist, or an argument of the wrong type.
-            TraceContentError: when choices of indexers cannot be those of their rows.
-            LayoutError: when the layout is none, or is not one of this batch.
-            BatchMismatchError: when a layer that routes by a table of tokens says otherwise; in the forward, when batch
-                and routes hold different tokens, or rows are missing.
+            BatchMismatchError: in the forward, when batch and routes hold different tokens, or rows are missing.
             ReplayError: when a router bypassed replay, no forward ran in the session, or another thread has a session
                 open on the model or runs it.
         """
@@ -245,9 +225,7 @@ class Routes(Protocol):
     def of_pass(self, chunk: int, args: Any, policy: Policy, checks: DeferredChecks) -> ReplayRows:
         """Find those of a pass that begins, replayed by this policy; in a chunk without routers, for its loss alone.
 
-        Raises:
-            BatchMismatchError: when batch and routes do not belong together. What only the device knows of them is
-                told by `checks`.
+        Raises `BatchMismatchError` when they do not belong together; what only the device knows, `checks` tell.
         """
 
 
@@ -259,10 +237,8 @@ class WithTelemetry:
     def agreement(self, chunk: int = 0) -> RoutingMismatch:
         """The model's own selections beside the replayed ones, over all forwards of one chunk so far.
 
-        They are what routers would have picked on the very hidden states of the replayed pass, so that a difference in
-        one layer does not show up again in the next unless it changes a choice there. What they did pick has a
-        recording that is opened inside of the replay. Waits for the device, once. Rows and layers are those of this
-        rank; join ranks that share rows with `+`. Recomputation in backward is not counted again.
+        They are what routers would have picked on the hidden states of the replayed pass. Waits for the device, once.
+        Rows and layers are those of this rank; join ranks that share rows with `+`. A recomputation is not counted.
 
         Raises:
             ReplayError: without `telemetry=True`, or before the first forward.
@@ -278,7 +254,7 @@ class WithTelemetry:
         return self._required(chunk).expert_counts_LE(chunk)
 
     def _required(self, chunk: int) -> Telemetry:
-        if self.telemetry is None or not self.telemetry.has_counted(chunk):
+        if self.telemetry is None or chunk not in self.telemetry.sums:
             raise ReplayError("no telemetry: open the session with replay(trace, telemetry=True) and run a forward")
         return self.telemetry
 
@@ -322,9 +298,8 @@ class ReplaySession(Replaying, WithTelemetry):
     def loss_mask_BT(self) -> Tensor:
         """Bool [B, T] on the device: tokens of the last forward that belong in the loss, in the place of each token.
 
-        T counts the positions that the model is given, of Megatron on this context-parallel rank. Padding is False.
-        Under `missing="drop"` so is a token with a row before it, in its sequence, that was not replayed. To weigh
-        predictions made at position p, take `loss_mask_BT[:, 1:]`.
+        T counts the positions that the model is given, of Megatron on this context-parallel rank. Padding is False;
+        under `missing="drop"` so is a token behind a row of its sequence that was not replayed.
 
         Raises:
             ReplayError: before the first forward.
