@@ -1,7 +1,8 @@
 """What devices are asked about batches, and the host reads later.
 
-A batch on a GPU is compared with its routes there, and the host goes on. It reads an answer that has arrived when a
-later pass begins, and waits for the others once, before an optimizer changes weights. On the CPU it reads at once.
+A batch on a GPU is compared with its routes there. Who reads the answer at once waits for all that was launched before
+it. So the host goes on. It reads an answer that has arrived when a later pass begins, and waits for the others once,
+before an optimizer changes weights. On the CPU there is nothing to wait for: it reads at once.
 """
 
 from __future__ import annotations

@@ -4,12 +4,23 @@ A message says what was seen, what was expected, and what to do. It may quote a 
 `printable`: what a terminal would obey is escaped.
 """
 
+HIDDEN = {"Cc", "Cf", "Cs", "Co", "Cn", "Zl", "Zp"}
+"""Unicode categories that a terminal obeys or cannot show: controls, bidi marks, lone surrogates, separators."""
+
 
 def printable(text: object) -> str:
-    r"""Escape what a terminal would obey or cannot show as Python writes it: `\x1b`, `\u202e`. Line feeds stay."""
-    return "".join(
-        letter if letter.isprintable() or letter == "\n" else letter.encode("unicode_escape").decode("ascii")
-        for letter in str(text)
+    r"""Escape what a terminal would obey as Python writes it: `\x1b`, `\u202e`, `\udcff`. Line feeds stay."""
+    import unicodedata
+
+    lines = str(text).split("\n")
+    return "\n".join(
+        line
+        if line.isprintable()
+        else "".join(
+            letter.encode("unicode_escape").decode("ascii") if unicodedata.category(letter) in HIDDEN else letter
+            for letter in line
+        )
+        for line in lines
     )
 
 

@@ -1,8 +1,9 @@
 """Standing between a model and its routers while a session is open, and nowhere near it otherwise.
 
-What a router does is decided by the pass that is under way, which begins and ends with the forward of the trunk. A
-recomputation lets the pass that it repeats decide once more, so that a backward may run after the session has closed,
-or between the forwards of other micro-batches, and still sees its own rows.
+What a router does is decided by the pass that is under way. A pass begins and ends with the forward of the trunk, so
+two threads that run one model would take each other's routes: the second is refused by the names of both, and the first
+goes on. A recomputation lets the pass that it repeats decide once more, so that a backward may run after the session
+has closed, or between the forwards of other micro-batches, and still sees its own rows.
 
 A framework derives its hooks from `ModelHooks` and says three things: which routers there are, what the arguments of a
 forward mean, and how one router is forced or watched (`SelectionHook.select`). Instances of modules are changed, never
@@ -27,7 +28,7 @@ from torch.nn.modules import module as every_module
 
 from .deferred_checks import DeferredChecks
 from .errors import ReplayError
-from .output_check import OutputCheck, holds_ids
+from .output_check import ExpertsCheck, OutputCheck, ids_or_obeyed
 from .passes import (
     ForwardArgs,
     Interceptor,
@@ -169,6 +170,11 @@ class ModelHooks(ABC):
         trunk: the module whose forward is one pass.
         routers: in layer order. Where there are none, its passes replay nothing.
         others: other modules that select, where the framework can record and replay them.
+
+    Attributes:
+        options: what any interceptor wants of passes.
+        checks: what devices are asked about passes.
+        id_dtype: of ids on the device, signed.
     """
 
     def __init__(
@@ -184,7 +190,7 @@ class ModelHooks(ABC):
         self.others = others
         self.every: list[SelectionHook] = [*routers, *others]
         self.id_dtype = signed_dtype(max((router.num_experts for router in routers), default=0))
-        self.options = RecordOptions()  # what any interceptor wants of passes
+        self.options = RecordOptions()
         self.counts_native = False  # whether the framework itself wants native picks of rows that are replayed
         self.checks = DeferredChecks()
         # what is called in the place of methods while a session is open, beside those that select
@@ -194,11 +200,11 @@ class ModelHooks(ABC):
         self.passes = PassStack(self.every)
         self.sessions = ThreadGuard("has a record() or replay() session open on it")
         self.interceptors: list[Interceptor] = []
+        self._output_check = OutputCheck()
         # what is handed the ids that a router picked: its path, and which argument
         self.experts: dict[RouterHook, tuple[str, nn.Module, int | str]] = {}
-        self._output_check = OutputCheck(self.experts)
+        self._experts_check = ExpertsCheck(self.experts)
         self._modules = list({trunk: None} | {hook.selecting[0]: None for hook in self.every})
-        self._in_order = self._routers_in_order()
         self._num_users = 0  # sessions, and recomputations behind them
         self._on_trunk = _Shared(self._trunk_hooked)
         self._on_modules = {
@@ -221,13 +227,14 @@ class ModelHooks(ABC):
     def listening(self, *interceptors: Interceptor) -> Iterator[None]:
         """Keep hooks in place, and these at both ends of every pass, while the context is open.
 
-        Raises `ReplayError` when another thread, or another attaching, has a session open; at the end, when a forward
-        replaced a parameter, and as `DeferredChecks.close`.
+        Raises:
+            ReplayError: when another thread has a session open, or this model was attached once more and that has; at
+                the end, when a forward replaced a parameter, and as `DeferredChecks.close`.
         """
         with self.sessions.held("opens a session on a model"), self._used(self._on_trunk, *self._on_modules.values()):
             self.interceptors += interceptors
             self._join_options()
-            self._output_check.begin()
+            self._experts_check.begin()
             try:
                 yield
             finally:
@@ -235,7 +242,8 @@ class ModelHooks(ABC):
                     self.interceptors.remove(each)
                 self._join_options()
                 if not self.interceptors:
-                    self._output_check.expect_uncalled()
+                    self._experts_check.expect_uncalled()
+                    self._output_check.remove()
         if not self.interceptors:
             self.checks.close()
         if self.left_behind:
@@ -278,13 +286,6 @@ class ModelHooks(ABC):
     @contextmanager
     def _trunk_hooked(self) -> Iterator[None]:
         """Keep the hooks of a session on the trunk, below those on routers, and refuse copies."""
-        found = self._routers_in_order()
-        for before, now in zip(filter(found.__contains__, self._in_order), found, strict=True):
-            if before is not now:
-                raise ReplayError(
-                    f"router {now.path} stands where {before.path} stood when the model was attached: layers were "
-                    "exchanged since, and routes would follow the modules. Attach again"
-                )
         with ExitStack() as stack:
             contexts = self.session_contexts()  # which look at modules as they are without hooks
             for module, name, run in self.stand_ins:
@@ -296,11 +297,6 @@ class ModelHooks(ABC):
                     module.__dict__[name] = _refuse_copy
                     stack.callback(module.__dict__.pop, name, None)
             yield
-
-    def _routers_in_order(self) -> list[RouterHook]:
-        """List the routers in the order in which their modules stand in the trunk."""
-        router_of = {router.selecting[0]: router for router in self.routers}
-        return [router_of[module] for module in self.trunk.modules() if module in router_of]
 
     def run_trunk(self, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Run a forward of the trunk as one pass, as all interceptors want it.
@@ -324,7 +320,7 @@ class ModelHooks(ABC):
                 try:
                     result = forward(*args, **kwargs)
                 except BaseException:
-                    self._output_check.expect_uncalled()
+                    self._experts_check.expect_uncalled()
                     raise
             if not self._on_trunk.num_users:
                 raise ReplayError(
@@ -348,15 +344,16 @@ class ModelHooks(ABC):
         for each in interceptors:
             each.end_pass(self.chunk, batch, current)
         if current is not None:  # which lives on for its recomputations
-            current.obeyed.clear()
+            current.outputs.clear()
 
     def begin_pass(self, batch: ForwardArgs) -> Rows | None:
         """Give the routes to force on a pass that begins. Raises `ReplayError` while a CUDA graph is captured."""
         if self.routers and torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing():
             raise ReplayError(
-                f"{type(self.trunk).__name__} runs in a session while a CUDA graph is captured, which would go on with "
-                "the routes of this pass. Capture outside of sessions, and run the model without the graph in them; or "
-                'use torch.compile(mode="reduce-overhead"), which takes new routes for every pass'
+                f"{type(self.trunk).__name__} runs in a session while a CUDA graph is captured: the graph would go on "
+                "with the routes of this pass in every later one. Capture outside of sessions, and run the model "
+                'without the graph in them; or use torch.compile(mode="reduce-overhead"), which takes new routes for '
+                "every pass"
             )
         self.awaits_backward |= self.options.routes and torch.is_grad_enabled()
         rows = None
@@ -442,13 +439,12 @@ class ModelHooks(ABC):
         current.calls[now.layer] += 1
         if not isinstance(hook, RouterHook):
             return result
-        if hook in self._output_check.waiting:
-            self._output_check.follow_experts(hook, now, result, self.checks)
+        if hook in self._experts_check.waiting:
+            self._experts_check.follow(hook, now, result, self.checks)
         if not hook.returns_ids:
             return result
         if current.options.outputs and now.ids_RK is not None:
-            obeys = partial(holds_ids, result, hook, may_drop=True)
-            current.obeyed[now.layer] = run_unnumbered(obeys, now.ids_RK.clamp_min(0))
+            current.outputs[now.layer] = ids_or_obeyed(result, hook, now.ids_RK)
         is_watched = hook.is_replaced or hook.selecting[0]._forward_hooks or every_module._global_forward_hooks
         if is_watched:
             self._output_check.follow(hook, now, result, self.checks)

@@ -14,37 +14,28 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from .caches import TensorIds
 from .deferred_checks import DeferredChecks, raise_where
 from .recompute import run_unnumbered
 from .selection import LayerPass
+from .tensor_ids import TensorIds
 
 if TYPE_CHECKING:
     from .hooks import RouterHook
 
 
 class OutputCheck:
-    """Looks at what the routers of a model return in a session, or in several that overlap, and what experts get.
+    """Looks at what the routers of a model return in a session, or in several that overlap."""
 
-    At the experts of a router once in each session: a block may swap ids behind it, in every forward alike.
-    """
+    def __init__(self) -> None:
+        self._handles: dict[RouterHook, Any] = {}
+        self._returned: dict[RouterHook, tuple[LayerPass, TensorIds, DeferredChecks]] = {}
 
-    def __init__(self, experts: Mapping[RouterHook, tuple[str, nn.Module, int | str]]) -> None:
-        self._experts = experts  # of each router, its path, and by which argument it is handed ids
-        self.waiting: set[RouterHook] = set()  # whose experts have not been looked at
-        self._handles: dict[tuple[RouterHook, nn.Module], Any] = {}  # of hooks that have not been called
-
-    def begin(self) -> None:
-        """Look at all experts once more."""
-        self.waiting = set(self._experts)
-
-    def expect_uncalled(self) -> None:
-        """Take its hooks off modules that were not called, as when a forward failed, and wait for experts once more."""
-        for (router, module), handle in self._handles.items():
+    def remove(self) -> None:
+        """Take its hooks off modules."""
+        for handle in self._handles.values():
             handle.remove()
-            if router in self._experts and module is self._experts[router][1]:
-                self.waiting.add(router)
         self._handles.clear()
+        self._returned.clear()
 
     def follow(self, router: RouterHook, now: LayerPass, result: Any, checks: DeferredChecks) -> None:
         """Compare what a router has returned, and what it returns when the hooks on it have run.
@@ -57,39 +48,54 @@ class OutputCheck:
             run_unnumbered(_ask_of_output, router, now, result, who, checks)
         if name != "forward":  # of a method of the block around a router no hook sees what is returned
             return
-        if (router, module) in self._handles:
-            self._handles.pop((router, module)).remove()
-        # registered now, it runs behind the hooks of others
-        compare = partial(self._compare_output, router, now, TensorIds(tensors_of(result)), checks)
-        self._handles[router, module] = module.register_forward_hook(compare)
+        if router not in self._handles:
+            self._handles[router] = module.register_forward_hook(partial(self._check_hooks, router))
+        # hooks that others have registered since run behind ours, which must be the last
+        in_order: Any = module._forward_hooks  # says that it is a dict, and is an OrderedDict
+        in_order.move_to_end(self._handles[router].id)
+        self._returned[router] = now, TensorIds(tensors_of(result)), checks
 
-    def _compare_output(
-        self,
-        router: RouterHook,
-        now: LayerPass,
-        returned: TensorIds,
-        checks: DeferredChecks,
-        module: nn.Module,
-        _: Any,
-        output: Any,
-    ) -> None:
-        self._handles.pop((router, module)).remove()
+    def _check_hooks(self, router: RouterHook, module: nn.Module, _: Any, output: Any) -> None:
+        if router not in self._returned:  # it is recomputed
+            return
+        now, returned, checks = self._returned.pop(router)
         parts = tensors_of(output)
         if returned.fit(parts) and not any(part.is_inference() for part in parts):
             return
-        names = ", ".join(getattr(hook, "__qualname__", type(hook).__name__) for hook in module._forward_hooks.values())
+        hooks = [hook for number, hook in module._forward_hooks.items() if number != self._handles[router].id]
+        names = ", ".join(getattr(hook, "__qualname__", type(hook).__name__) for hook in hooks)
         who = f"a forward hook ({names or 'one on all modules'})"
         run_unnumbered(_ask_of_output, router, now, output, who, checks)
 
-    def follow_experts(self, router: RouterHook, now: LayerPass, result: Any, checks: DeferredChecks) -> None:
+
+class ExpertsCheck:
+    """Looks once for each router and session at the ids that experts are handed: a block may swap them behind it."""
+
+    def __init__(self, experts: Mapping[RouterHook, tuple[str, nn.Module, int | str]]) -> None:
+        self._experts = experts
+        self.waiting: set[RouterHook] = set()  # whose experts have not been looked at
+        self._handles: dict[RouterHook, Any] = {}
+
+    def begin(self) -> None:
+        """Look at all of them once more."""
+        self.waiting = set(self._experts)
+
+    def expect_uncalled(self) -> None:
+        """Take its hooks off modules that were not called, as when a forward failed, and wait for these once more."""
+        self.waiting.update(self._handles)
+        for handle in self._handles.values():
+            handle.remove()
+        self._handles.clear()
+
+    def follow(self, router: RouterHook, now: LayerPass, result: Any, checks: DeferredChecks) -> None:
         """Compare what a router has picked, outside of graphs, with what its experts are handed next."""
         self.waiting.discard(router)
         module = self._experts[router][1]
-        if module._compiled_call_impl is None and (router, module) not in self._handles:
-            compare = partial(self._compare_experts, router, now, TensorIds(tensors_of(result)), checks)
-            self._handles[router, module] = module.register_forward_pre_hook(compare, with_kwargs=True)
+        if module._compiled_call_impl is None and router not in self._handles:
+            compare = partial(self._compare, router, now, TensorIds(tensors_of(result)), checks)
+            self._handles[router] = module.register_forward_pre_hook(compare, with_kwargs=True)
 
-    def _compare_experts(
+    def _compare(
         self,
         router: RouterHook,
         now: LayerPass,
@@ -101,7 +107,7 @@ class OutputCheck:
     ) -> None:
         if torch.compiler.is_compiling():
             return
-        self._handles.pop((router, module)).remove()
+        self._handles.pop(router).remove()
         path, _, name = self._experts[router]
         handed = kwargs.get(name) if isinstance(name, str) else args[name] if name < len(args) else None
         # the very tensor that the router returned is right, and costs the device nothing
@@ -115,6 +121,14 @@ class OutputCheck:
 def _ran(now: LayerPass) -> Tensor:
     """Give the ids [R, K] that a router has picked, or was given."""
     return now.into_RK if now.ids_RK is None else torch.where(now.ids_RK < 0, now.into_RK, now.ids_RK)
+
+
+def ids_or_obeyed(output: Any, router: RouterHook, ids_RK: Tensor) -> Tensor:
+    """Give the ids [R, K] that a router returned, untouched; else bool [R] as `holds_ids`, for rows with a route."""
+    listed = [] if router.rule.num_skip_classes else _listed_ids(output, router, ids_RK)
+    if len(listed) == 1 and listed[0].shape == ids_RK.shape and listed[0].device == ids_RK.device:
+        return listed[0]  # compared at the end of the pass, for all layers at once
+    return run_unnumbered(partial(holds_ids, output, router, may_drop=True), ids_RK.long().clamp_min(0))
 
 
 def holds_ids(output: Any, router: RouterHook, ids_RK: Tensor, *, may_drop: bool) -> Tensor:

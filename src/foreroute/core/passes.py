@@ -1,7 +1,11 @@
 """A pass: one forward of a model, and what its routers do in it, as tensors on its device.
 
-Only the selection is replaced (Rollout Routing Replay, arXiv 2510.11370, section 4.1). Whatever the rule of a router's
-gate weights is, it is evaluated at the forced experts, on live scores, with live gradients.
+Only the selection is replaced. A router computes scores, selects K experts, and turns the scores of the selected ones
+into gate weights. Whatever its own rule is, it is evaluated at the forced experts, on live scores, with live gradients:
+
+    g_i = exp(s_i) / sum_{j in I} exp(s_j)   for i in the replayed set I, else 0
+
+for the softmax family (Rollout Routing Replay, arXiv 2510.11370, section 4.1).
 
 Absence is data: an id of -1 stands for a row that has no route. So the host knows nothing of which rows these are, and
 nothing here waits for the device. What routers pick natively is kept, and a recomputation runs the same experts as the
@@ -64,8 +68,9 @@ class Pass:
         margin_LR: float32 [L, R] on the device, the K-th minus the (K+1)-th selection score of a router, in its own
             scale; 0 where it picks all experts, and None where it was not asked for.
         deficit_LR: float32 [L, R] on the device, the least selection score of the native picks less the least of the
-            executed ones, of a softmax in logits; 0 where they are the same, and None where it was not asked for. A
-            near-tie has a small deficit, a defect a large one.
+            executed ones, of a softmax in logits; 0 where they are the same, and None where it was not asked for. A row
+            whose native picks are others in a replayed pass is a root: all before it is the engine's, and the router
+            would still choose otherwise. A near-tie has a small deficit, a defect a large one.
     """
 
     def __init__(
@@ -97,7 +102,8 @@ class Pass:
         self.num_expected = num_layers  # how many of these must select, each once
         self.others: Sequence[tuple[Any, Any]] = ()  # what each other module does in the pass, and in recomputation
         self.returned: dict[int, Tensor] = {}  # by other modules, by their number
-        self.obeyed: dict[int, Tensor] = {}  # by layer, bool [R], whether what a router returned holds the replayed ids
+        # by layer, what a router returned: its ids [R, K] as they are, or bool [R], whether the replayed ones are in it
+        self.outputs: dict[int, Tensor] = {}
         self.with_grad = torch.is_grad_enabled()
         self.last_layer = -1  # of the router that ran last, outside of graphs
         self._routers = routers
@@ -310,13 +316,23 @@ class ReplayCounts(Interceptor):
         """Add a pass that replayed rows."""
         if current is None or current.rows is None:
             return
-        replayed_LR = current.replayed_LR
-        differs_LR = torch.zeros_like(replayed_LR)
-        for layer, obeyed_R in current.obeyed.items():
-            differs_LR[layer] = replayed_LR[layer] & ~obeyed_R.to(replayed_LR.device)
+        ids_LRK, replayed_LR = current.rows.ids_LRK, current.replayed_LR
+        differs_LR = ~_obeyed(current.outputs, ids_LRK) & replayed_LR
         of_layers = zip(self.NAMES[2:], (replayed_LR, differs_LR, current.roots_LR), strict=True)
         add_to(self.layers.setdefault(chunk, {}), {name: each.sum(1) for name, each in of_layers})
         add_to(self._rows, {"rows": replayed_LR.any(0).sum(), "differing_rows": differs_LR.any(0).sum()})
+
+
+def _obeyed(outputs: dict[int, Tensor], ids_LRK: Tensor) -> Tensor:
+    """Bool [L, R], whether routers returned these experts, from `Pass.outputs`; True where nothing was seen."""
+    if len(outputs) == len(ids_LRK) and all(each.shape == ids_LRK.shape[1:] for each in outputs.values()):
+        return (torch.stack([outputs[layer] for layer in range(len(ids_LRK))]) == ids_LRK).all(-1)
+    obeyed_LR = torch.ones(ids_LRK.shape[:2], dtype=torch.bool, device=ids_LRK.device)
+    for layer, each in outputs.items():
+        # a router may have fewer picks than another
+        is_ids = each.ndim > 1
+        obeyed_LR[layer] = (each == ids_LRK[layer, :, : each.shape[1]]).all(-1) if is_ids else each
+    return obeyed_LR
 
 
 def add_to(sums: dict[str, Tensor], more: dict[str, Tensor]) -> None:

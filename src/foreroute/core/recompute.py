@@ -150,12 +150,17 @@ def prove() -> None:
     with torch.enable_grad(), suppress(AttributeError, KeyError):  # names that are private to torch
         nested = [_reopened([outer, inner]) for outer in kinds for inner in kinds]
         is_unnumbered = _may_leave_out_a_top_k()
-    if nested != [2] * 4 or not is_unnumbered:
-        what = "keep what they run again in a place" if nested != [2] * 4 else "number operators in a way"
+    if nested != [2] * 4:
         raise ReplayError(
-            f"checkpoints of torch {torch.__version__} {what} that is not known, so that a recomputation would not "
-            f"find its routes; found of reentrant and other ones in one another {nested}. Use a release of torch from "
-            "2.10 on that foreroute was tested with"
+            f"torch {torch.__version__} keeps what its checkpoints run again in a place that is not known, so that a "
+            f"recomputation would not find its routes; found of reentrant and other ones in one another {nested}. Use "
+            "a release of torch from 2.10 on that foreroute was tested with"
+        )
+    if not is_unnumbered:
+        raise ReplayError(
+            f"selective checkpoints of torch {torch.__version__} number operators in a way that is not known, so that "
+            "a recomputation would be given the choices of another router. Use a release of torch from 2.10 on that "
+            "foreroute was tested with"
         )
 
 

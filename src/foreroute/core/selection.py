@@ -157,9 +157,10 @@ class SelectionMode(TorchFunctionMode):
     `run_unnumbered`, and asks the router for picks only where `asks` is true; and leaves one final `Selection` in
     `seen`.
 
-    Routers that limit the selection to groups of experts overwrite the scores of the others, and some take gate weights
-    from the overwritten tensor. There a replayed expert would get weight zero and no gradient; so the weights are
-    gathered from the tensor before `masked_fill`. What masks in another way is refused when a model is attached.
+    Routers that limit the selection to groups of experts overwrite the scores of the others, and some of them take gate
+    weights from the overwritten tensor. An expert replayed from outside the live groups would get weight zero and no
+    gradient; so the weights are gathered from the tensor before the mask. Every family masks with `masked_fill`. What
+    masks in another way is refused when a model is attached: a replayed expert must not have weight zero.
 
     `final` says which top-k of the call is the final selection, None where that is not known yet; `now` is what the
     router does in this pass, None to look on only.

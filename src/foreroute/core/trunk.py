@@ -52,6 +52,8 @@ class TrunkHooks(ModelHooks):
         self.tokens = "input_ids"  # its argument that holds them
         self.names = list(inspect.signature(trunk.forward).parameters)
         self._cache: FollowedCache | None = None
+        self._layer_of = {router.selecting[0]: layer for layer, router in enumerate(routers)}
+        self._in_modules = [self._layer_of[module] for module in trunk.modules() if module in self._layer_of]
 
     @property
     def device(self) -> torch.device | None:
@@ -88,7 +90,10 @@ class TrunkHooks(ModelHooks):
         return TrunkArgs((tokens.shape[0], tokens.shape[1]), past, tokens.device, continues)
 
     def session_contexts(self) -> list[AbstractContextManager[Any]]:
-        """Parameters, which must stay, and whatever was compiled on its own with a router in it. See `ModelHooks`."""
+        """Parameters, which must stay, and whatever was compiled on its own with a router in it. See `ModelHooks`.
+
+        Raises `ReplayError` when routers have exchanged their places, which a compiled graph would not notice.
+        """
         self._cache, self.awaits_backward = None, False
         self.left_behind.clear()
         contexts: list[AbstractContextManager[Any]] = [
@@ -99,7 +104,10 @@ class TrunkHooks(ModelHooks):
         dynamo = sys.modules.get("torch._dynamo")
         if dynamo is not None:
             contexts.append(dynamo.config.patch(skip_fwd_side_effects_in_bwd_under_checkpoint=True))
+        found: list[int] = []
         for path, module in self.trunk.named_modules():
+            if module in self._layer_of:
+                found.append(self._layer_of[module])
             own = module.__dict__
             # torch.compile(module) makes a wrapper with a `forward` of its own; module.compile() leaves the other
             # attribute
@@ -109,6 +117,12 @@ class TrunkHooks(ModelHooks):
             inside = set(module.modules())
             if hooks := [hook for hook in self.every if hook.selecting[0] in inside]:
                 contexts.append(overridden(module, compiled, partial(self.run_compiled, path, hooks)))
+        for before, now in zip(filter(found.__contains__, self._in_modules), found, strict=True):
+            if before != now:
+                raise ReplayError(
+                    f"router {self.routers[now].path} stands where {self.routers[before].path} stood when the model "
+                    "was attached: layers were exchanged since, and routes would follow the modules. Attach again"
+                )
         return contexts
 
     @torch.compiler.disable(recursive=False)  # the host is asked for the rows; what is inside is compiled again

@@ -45,8 +45,11 @@ def untouched(model: nn.Module) -> Iterator[Callable[[], bool]]:
         ):
             yield in_training
     finally:
-        for module, name, parameter in _replaced(model, standing):
-            if not _is_elsewhere(parameter):
+        if _replaced(standing):
+            reshard(model)
+        for module, name, parameter in _replaced(standing):
+            now = module._parameters.get(name)
+            if (now is None or not _is_elsewhere(now)) and not _is_elsewhere(parameter):
                 module._parameters[name] = parameter
         for each in values:
             each.put_back()
@@ -82,19 +85,22 @@ def parameters_kept(
         for each in carrying:
             if each.is_repacked():  # whatever else moved was moved by whoever runs the session
                 each.put_back()
-        for module, name, parameter in [] if awaits_backward() else _replaced(model, standing):
-            if parameter.requires_grad:
-                path = next(path for path, each in model.named_modules() if each is module)
-                why = "change a model outside of sessions"
-                if _is_sharded(parameter):
-                    why = (
-                        "FSDP2 gathered it for a backward that did not come: attach the module that fully_shard "
-                        "was called on last"
+        if not awaits_backward() and _replaced(standing):
+            reshard(model)
+            for module, name, parameter in _replaced(standing):
+                now = module._parameters.get(name)
+                if parameter.requires_grad and (now is None or not _is_elsewhere(now)):
+                    path = next(path for path, each in model.named_modules() if each is module)
+                    why = "change a model outside of sessions"
+                    if _is_sharded(parameter):
+                        why = (
+                            "FSDP2 gathered it for a backward that did not come: attach the module that fully_shard "
+                            "was called on last"
+                        )
+                    tell(
+                        f"the session leaves another parameter in the place of {path}.{name} than it found there, so "
+                        f"that an optimizer made before or after it trains the wrong one; {why}"
                     )
-                tell(
-                    f"the session leaves another parameter in the place of {path}.{name} than it found there, so "
-                    f"that an optimizer made before or after it trains the wrong one; {why}"
-                )
 
 
 class _Values(NamedTuple):
@@ -142,20 +148,14 @@ def _parameters(model: nn.Module) -> _Standing:
     return [(module, name, each) for module, name, each in every if each is not None]
 
 
-def _replaced(model: nn.Module, standing: _Standing) -> _Standing:
-    """Have FSDP take back what it gathered, and find the parameters in whose place others stand."""
-
-    def found() -> _Standing:
-        return [
-            (module, name, parameter)
-            for module, name, parameter in standing
-            if (now := module._parameters.get(name)) is not parameter
-            and not (_is_sharded(now) and not _is_sharded(parameter))  # a backward gave back what was gathered before
-        ]
-
-    if found():
-        reshard(model)
-    return [each for each in found() if (now := each[0]._parameters.get(each[1])) is None or not _is_elsewhere(now)]
+def _replaced(standing: _Standing) -> _Standing:
+    """Find the parameters in whose place others stand now."""
+    return [
+        (module, name, parameter)
+        for module, name, parameter in standing
+        if (now := module._parameters.get(name)) is not parameter
+        and not (_is_sharded(now) and not _is_sharded(parameter))  # a backward gave back what was gathered before
+    ]
 
 
 def _is_sharded(tensor: Tensor | None) -> bool:

@@ -19,8 +19,8 @@ from torch import Tensor
 
 from foreroute.adapters.hf.forward_tokens import ForwardTokens
 from foreroute.adapters.hf.pixels import UNKNOWN, digests_of, refuse_other_pixels
-from foreroute.core.caches import TensorIds
 from foreroute.core.deferred_checks import DeferredChecks
+from foreroute.core.tensor_ids import TensorIds
 from foreroute.errors import BatchMismatchError, LayoutError
 from foreroute.layout import Layout, locate_rows
 from foreroute.replay import Policy, ReplayRows, TraceOnDevice
