@@ -32,7 +32,11 @@ MOVED = [
 ]
 
 
-@pytest.mark.parametrize("others", [*([each] for each in LEFT_OUT), LEFT_OUT, *([each] for each in MOVED)], ids=str)
+def names_of(processors):
+    return "+".join(type(each).__name__ for each in processors)
+
+
+@pytest.mark.parametrize("others", [*([each] for each in [*LEFT_OUT, *MOVED]), LEFT_OUT], ids=names_of)
 def test_processors_may_leave_tokens_out_and_not_change_the_distances_of_others(others):
     scores, sampled = 9 * torch.randn(2, 12, generator=torch.Generator().manual_seed(3)), SampledTokens(0.7)
     for each in (sampled.begin_step, of.TemperatureLogitsWarper(0.7), *others, sampled):
