@@ -168,6 +168,20 @@ def test_traces_of_other_weights_than_the_first_are_warned_of(files, tmp_path):
         read_step(files / "cluster.toml", [tmp_path / each for each in ("6", "7", "mixed")], token_budget=40)
 
 
+def test_rows_that_were_not_recorded_are_told(files, tmp_path):
+    """All but the last of a sequence, which was sampled and never computed."""
+    trace = fr.load(sorted(files.glob("step-*.safetensors"))[0])
+    ids_NLK = np.where(trace.valid_N[:, None, None], trace.expert_ids_NLK.astype(int), -1)
+    routes = np.split(ids_NLK, trace.offsets[1:-1])
+    for rows in routes:
+        rows[:2] = -1
+    tokens = [trace.tokens(s) for s in range(len(trace))]
+    fr.save(fr.RoutingTrace.from_sequences(trace.spec, tokens, routes), tmp_path / "gaps")
+    gaps = sum(min(2, len(rows) - 1) for rows in routes)
+    with pytest.warns(UserWarning, match=rf"{gaps} of {sum(trace.lengths)} tokens .* have no routes"):
+        read_step(files / "cluster.toml", [tmp_path / "gaps"], token_budget=40)
+
+
 @grid(
     ("words", "message"),
     [

@@ -50,7 +50,9 @@ def test_a_link_of_a_preset_does_not_outrun_that_of_a_file_in_silence(links, lef
         ({"preset": "h100", "gemm_flops_per_s": 6e9, "memory_bytes_per_s": 3e9, "tile_rows": 1}, {}, None),
         ({"preset": "h100"}, {"node_bytes_per_s": 45e9, "cluster_bytes_per_s": 340e9}, "nearer than ranks of the same"),
         ({"preset": "h100"}, {"cluster_bytes_per_s": 5e7}, "cluster_bytes_per_s is 5e.07, and GPUs reach 1e.08"),
-        ({"preset": "h100"}, {"node_latency_s": 0.005}, "node_latency_s is 0.005, and GPUs reach 0 to 0.001 seconds"),
+        ({"preset": "h100"}, {"node_latency_s": 0.005}, "node_latency_s is 0.005, and GPUs reach 1e-06 to 0.001 s"),
+        ({"preset": "h100"}, {"node_latency_s": 15e-9}, "node_latency_s is 1.5e-08, and GPUs"),
+        ({"preset": "h100", "attention_flops_per_s": 250e6}, {}, r"attention_flops_per_s is 2.5e\+08, and GPUs reach"),
     ],
 )
 def test_rates_that_no_gpu_reaches_are_told_once(hardware, links, told):
@@ -70,6 +72,8 @@ def test_rates_that_no_gpu_reaches_are_told_once(hardware, links, told):
         ("topology", "redundant_slots", 127, "redundant_slots is 127; a rank has a use for 126 at most"),
         ("model", "attention_width", 128, "attention_width is 128, and hidden 2048; expected num_attention_heads x"),
         ("model", "dense_parameters", 50 * 2048**2, ""),
+        ("model", "intermediate", 3584, ""),
+        ("model", "intermediate", 11264, "intermediate is 11,264, which makes 44 times hidden for top_k 8; expected"),
         ("model", "dense_parameters", 1_500_000_000, "1,500,000,000, 358 times the square of hidden"),
     ],
 )
@@ -85,6 +89,8 @@ def test_one_node_needs_no_link_to_others():
     hardware = dict.fromkeys(("gemm_flops_per_s", "attention_flops_per_s"), 2e14) | {"memory_bytes_per_s": 2e12}
     given = {**USUAL, "hardware": hardware, "links": links, "topology": {"num_ranks": 8, "redundant_slots": 2}}
     assert parse_cluster(given, source="x").topology.num_nodes == 1
+    with pytest.warns(UserWarning, match="other nodes are nearer"):
+        parse_cluster({**given, "links": links | {"cluster_bytes_per_s": 3e11}}, source="swapped")
     with pytest.raises(ConfigError, match="cluster_bytes_per_s, cluster_latency_s"):
         parse_cluster({**given, "topology": {"num_ranks": 16, "redundant_slots": 2}}, source="x")
     with pytest.raises(ConfigError, match="cluster_bytes_per_s, cluster_latency_s"):

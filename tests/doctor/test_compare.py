@@ -79,6 +79,14 @@ def test_tokens_of_unknown_sequences_have_figures_and_no_errors():
     assert all(math.isnan(error) for error in masked.errors.values()), "a token is no sequence"
 
 
+def test_where_routes_are_the_same_nobody_is_sent_to_replay():
+    trainer, engine, mask = logprobs(5)
+    given, spec = routes(5, rate=0.0)
+    advice = [each.advice for each in fr.compare(trainer, engine, mask, **given, spec=spec).diagnosis.findings]
+    assert any("one temperature" in each for each in advice)
+    assert not any("with replay as well" in each for each in advice)
+
+
 def test_roots_of_a_replayed_pass_have_shares_and_the_one_that_is_no_near_tie_is_named():
     trainer, engine, mask = logprobs(5)
     given, spec = routes(5, rate=0.5)

@@ -60,6 +60,9 @@ def test_weights_come_one_by_one_and_all_of_them():
     assert not np.array_equal(sampled(engine).logprobs_R, sampled(other).logprobs_R)
     engine.load_weights(model.state_dict(), 7)
     assert np.array_equal(sampled(engine).logprobs_R, sampled(other).logprobs_R)
+    engine.load_weights(model.state_dict(), 7)
+    with pytest.warns(UserWarning, match=r"weights are others .* as version 7"):
+        engine.load_weights(old.state_dict(), 7)
     with pytest.raises(ConfigError, match=r"1 weights.*'lm_head.weight'"):
         engine.load_weights(((n, each) for n, each in model.named_parameters() if n != "lm_head.weight"), 1)
     model.config.distributed_config = object()  # as transformers leaves it
@@ -77,6 +80,10 @@ def test_what_the_engine_cannot_take_is_refused():
     for prompt in ([5.7, 6.2], [5, -1], [5, size]):
         with pytest.raises(ConfigError, match=r"prompt 0 .*(float64|from -1|token \d+)"):
             sampled(engine, prompts=[np.array(prompt)])
+    with pytest.raises(ConfigError, match=r"one array \[2, 3\]; .* without padding"):
+        sampled(engine, prompts=np.array([[0, 5, 6], [4, 5, 6]]))
+    with pytest.raises(ConfigError, match="generator is 0; "):
+        engine.generate([np.array([5])], Sampling(1, -1, 1), 0)
     with pytest.raises(ConfigError, match=f"end_token is {size}; the model knows tokens 0 to {size - 1}"):
         sampled(engine, end_token=size)
     assert sampled(engine, end_token=-1).response_lengths.tolist() == [7] * 12

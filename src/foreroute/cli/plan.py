@@ -35,7 +35,7 @@ from foreroute.plan.counts import (
 )
 from foreroute.plan.options import PASS_NAMES, PassName
 from foreroute.plan.plan_file import PLAN_FILE
-from foreroute.plan.received_rows import unrouted_tokens
+from foreroute.plan.received_rows import unrouted_of_sequences, unrouted_tokens
 from foreroute.plan.topology import Topology
 from foreroute.planner.homes import place_homes
 from foreroute.planner.packed_homes import PackedSequences
@@ -187,6 +187,7 @@ def read_step(
         spec = read[0].spec
         spec.require_alike("a plan", "in Python, save trace.select_layers of those of one size, and plan that")
         _check_model(costs, spec.num_layers, spec.num_experts, spec.top_k, topology)
+        _warn_of_missing_rows(read)
         # the packing becomes part of the plan: the trainer must cut the step as it was planned
         budget = token_budget or TOKEN_BUDGET
         home_LE = _homes(plans, ranks, (spec.num_layers, spec.num_experts), tokens_digest(read))
@@ -221,6 +222,19 @@ def read_step(
         native_MG=None if packing is None else unrouted_tokens(read, packing),
         sequences=sequences,
     )
+
+
+def _warn_of_missing_rows(traces: Sequence[RoutingTrace]) -> None:
+    """Warn of tokens without a route, beside the last of a response, which no engine computed."""
+    missing = int(np.maximum(unrouted_of_sequences(traces) - 1, 0).sum())
+    if missing:
+        tokens = sum(len(trace.valid_N) for trace in traces)
+        warnings.warn(
+            f"{missing:,} of {tokens:,} tokens ({missing / tokens:.1%}) have no routes in these traces, as of a "
+            "prefix that was not recorded: the plan does not count them, and a run routes them by itself, to ranks "
+            "that nobody knows before. Record all rows",
+            stacklevel=1,
+        )
 
 
 def parse_options(settings: Sequence[str]) -> PlanOptions:

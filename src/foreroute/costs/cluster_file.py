@@ -37,13 +37,15 @@ MOST_GPU_S = 0.015
 GPU_RATES = {
     "hardware": {
         "gemm_flops_per_s": (1e12, 1e16, "FLOP/s"),
+        "attention_flops_per_s": (1e12, 1e16, "FLOP/s"),
         "memory_bytes_per_s": (1e11, 1e14, "bytes per second"),
     },
     "links": {
         "node_bytes_per_s": (1e9, 2e12, "bytes per second"),
         "cluster_bytes_per_s": (1e8, 2e11, "bytes per second"),
         "host_bytes_per_s": (1e9, 1e12, "bytes per second"),
-        "node_latency_s": (0.0, 1e-3, "seconds"),
+        "node_latency_s": (1e-6, 1e-3, "seconds"),
+        "cluster_latency_s": (1e-6, MOST_GPU_S, "seconds"),
     },
 }
 """Least and most of what GPUs and their links reach, and the unit: an H100 has 4e14 to 1e15, 3e12, 4e11, 5e10, 5e10 and
@@ -53,6 +55,9 @@ LEAST_OF_WIDTH = 8
 half, and one head of many is a 16th or less."""
 MOST_DENSE_OVER_SQUARE = 50
 """Most dense parameters of a layer over the square of its width: models have 3 to 10, a whole model hundreds."""
+MOST_ACTIVE_OVER_HIDDEN = 16
+"""Most of the width of all experts of a token over `hidden`: published models have 2 to 11, with the width of a dense
+layer in the place of an expert's it is 40 and more."""
 Rates = Mapping[str, Mapping[str, float]]
 """Values by table and key."""
 
@@ -120,7 +125,7 @@ def parse_cluster(values: Mapping[str, Any], *, source: str, num_gpus: int | Non
     if topology.num_nodes > 1:
         _refuse_half_of_links(given["links"], links, source)
     if hardware.tile_rows > 1:
-        _warn_of_odd_rates(costs, links, is_one_node, source)
+        _warn_of_odd_rates(costs, links, is_one_node, CLUSTER_LINK in values.get("links", {}), source)
     away = model.num_experts - model.num_experts // topology.num_ranks
     if topology.redundant_slots > away > 0:
         warnings.warn(
@@ -161,7 +166,7 @@ def _refuse_half_of_links(given: Mapping[str, Any], links: Links, source: str) -
         )
 
 
-def _warn_of_odd_rates(costs: CostModel, links: Links, is_one_node: bool, source: str) -> None:
+def _warn_of_odd_rates(costs: CostModel, links: Links, is_one_node: bool, both_links: bool, source: str) -> None:
     """Warn, once for all of them, of rates that no GPU is known to reach, and of a whole model for one layer."""
     model = costs.model
     # links to other nodes count for nothing on a single one
@@ -172,7 +177,7 @@ def _warn_of_odd_rates(costs: CostModel, links: Links, is_one_node: bool, source
         for key, (least, most, unit) in GPU_RATES[table].items()
         if key not in unused and not least <= (value := getattr(made, key)) <= most
     ]
-    if not is_one_node and links.cluster_bytes_per_s > links.node_bytes_per_s:
+    if (not is_one_node or both_links) and links.cluster_bytes_per_s > links.node_bytes_per_s:
         odd.append(
             f"[links] {CLUSTER_LINK} is {links.cluster_bytes_per_s:g}, and {NODE_LINK} {links.node_bytes_per_s:g} "
             "bytes per second: other nodes are nearer than ranks of the same node"
@@ -181,6 +186,11 @@ def _warn_of_odd_rates(costs: CostModel, links: Links, is_one_node: bool, source
         odd.append(
             f"[model] dense_parameters is {model.dense_parameters:,}, {model.dense_parameters / model.hidden**2:,.0f} "
             f"times the square of hidden; expected those of one layer, {MOST_DENSE_OVER_SQUARE} times at most"
+        )
+    if (active := model.top_k * model.intermediate) > MOST_ACTIVE_OVER_HIDDEN * model.hidden:
+        odd.append(
+            f"[model] intermediate is {model.intermediate:,}, which makes {active / model.hidden:.0f} times hidden for "
+            f"top_k {model.top_k}; expected the width of one expert (moe_intermediate_size)"
         )
     if 0 < model.attention_width < model.hidden / LEAST_OF_WIDTH:
         odd.append(

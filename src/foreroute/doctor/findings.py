@@ -50,6 +50,14 @@ NEXT_TOKEN = (
     "first token."
 )
 UNLIKE = "Check that the engine received the last weights, and that temperature, template and tokens are the same."
+WITH_REPLAY = (
+    "Measure with replay as well (--model, --replayed, or replayed_logprobs of fr.compare): it tells how much of this "
+    "is routing."
+)
+LIKE_ROUTES = (
+    "Routes are the same, so that replay mends nothing: see that both sides have one temperature, that each log-prob "
+    "is of the same token on both, and that the mask marks responses alone."
+)
 NO_ROUTES = "Look at both with foreroute inspect: a trace without routed rows was captured without routes."
 
 ADVICE = {
@@ -314,8 +322,7 @@ def _replay(evidence: Evidence, measures: Measures, is_broken: bool) -> Iterator
             _by_probabilities(without, Severity.NOTE),
             "probabilities",
             f"Trainer and engine are apart by k3 {without.k3:.2e} nats{_tail(without)}, {over}, without replay.",
-            "Measure with replay as well (--model, --replayed, or replayed_logprobs of fr.compare): it tells how much "
-            "of this is routing.",
+            LIKE_ROUTES if measures.routes is not None and measures.routes.differing_share == 0 else WITH_REPLAY,
         )
         return
     both = f"k3 goes from {without.k3:.2e} to {replayed.k3:.2e} nats{_tail(without, replayed)}, {over}"

@@ -26,8 +26,9 @@ ONE_ROUTER = (
 TOO_FEW = "Measure more sequences: so few tokens do not tell what replay does."
 MEND_FIRST = "Mend it, and run the doctor again: these parts are of a batch with the defect in it."
 PARITY = (
-    "Bring the engine nearer to the trainer: bfloat16 in the place of FP8, the same kernels and the same precision of "
-    "router, attention and logits. Replay mends no more than its part."
+    "See that both score at one temperature (--temperature of doctor). Then bring the engine nearer to the trainer: "
+    "bfloat16 in the place of FP8, the same kernels and the same precision of router, attention and logits. Replay "
+    "mends no more than its part."
 )
 
 

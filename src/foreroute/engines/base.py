@@ -280,7 +280,12 @@ class Response:
 
 
 def count_tokens(prompts: Sequence[NDArray[np.int32]]) -> list[int]:
-    """Return the length of each prompt; raise `ConfigError` without a prompt, or for one without a token."""
+    """Return the length of each prompt; raise `ConfigError` without one, for one array of all, or without a token."""
+    if getattr(prompts, "ndim", 1) > 1:  # whose rows were padded to one length
+        raise ConfigError(
+            f"prompts is one array {list(prompts.shape)}; expected a list with the tokens of each prompt, without "  # type: ignore[attr-defined]
+            "padding: [row[mask == 1] for row, mask in zip(input_ids, attention_mask)]"
+        )
     lengths = [len(prompt) for prompt in prompts]
     # the first sampled token comes from the row of the prompt's last
     if not lengths or not all(lengths):

@@ -8,6 +8,7 @@ Letters: S sequences, V tokens of the vocabulary, T positions.
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any, Literal, get_args
@@ -81,6 +82,7 @@ class EmbeddedEngine:
             tensor.data = tensor.data.contiguous()
         self._model: Any = empty.eval().requires_grad_(False)
         self._input_axis = _input_axes(self._model)
+        self.weight_version = NO_VERSION
         self.load_weights(model.state_dict() if weights is None else weights, NO_VERSION)
         self._routed = attach(self._model)
 
@@ -88,12 +90,15 @@ class EmbeddedEngine:
     def load_weights(self, weights: Weights, version: int) -> None:
         """Load the trainer's weights in the engine's precision; rows that follow are stamped with `version`.
 
+        Warns where the version before had this number and other weights, which no trace could tell apart.
+
         Raises:
             ConfigError: when a weight is missing, which would keep its old value, or the version is no number.
         """
         whole_number(version, name="version of the weights", least=NO_VERSION, most=MOST_INT32, error=ConfigError)
         targets = self._model.state_dict()
         missing = {name for name, _ in saved_tensors(self._model)}
+        is_same, changed = version == self.weight_version != NO_VERSION, 0
         for name, source in whole_weights(weights):
             missing.discard(name)
             target = targets.get(name)
@@ -102,12 +107,19 @@ class EmbeddedEngine:
             is_kept = source.ndim < 2 or target.dtype != torch.bfloat16 or any(word in name for word in NOT_IN_FP8)
             if self._precision == "fp8" and not is_kept:
                 source = _round_to_e4m3(source, self._input_axis.get(name, -1))
+            changed += is_same and not torch.equal(target, source.to(target))
             target.copy_(source)
         if missing:
             raise ConfigError(
                 f"{len(missing)} weights of the policy were not given, such as {min(missing)!r}; give all of them"
             )
         self.weight_version = version
+        if changed:
+            warnings.warn(
+                f"{changed} weights are others than those that were loaded as version {version} before: rollouts of "
+                "both carry one number. Count the version up with every update",
+                stacklevel=2,
+            )
 
     @torch.no_grad()
     def generate(
@@ -119,9 +131,9 @@ class EmbeddedEngine:
         decoded together, so that nothing is padded. `generator` is on the CPU or on the device of the model.
 
         Raises:
-            ConfigError: without a prompt, for one without a token or with others than the model's, for an end token
-                that it has not, and when choices of indexers are asked for and the model has no indexer that can be
-                recorded.
+            ConfigError: without a prompt, for prompts in one array, for one without a token or with others than the
+                model's, for an end token that it has not, for no generator, and when choices of indexers are asked for
+                and the model has no indexer that can be recorded.
             DivergedError: when the model's logits are not finite.
         """
         device = self._model.get_input_embeddings().weight.device
@@ -223,6 +235,8 @@ def _whole_models() -> Iterator[None]:
 def _generator_on(device: torch.device, generator: torch.Generator) -> torch.Generator:
     """Return the generator itself, or one on the device with a seed that is drawn from it."""
     # it lives for one call, so that a checkpoint needs the state of the generator on the CPU alone
+    if not isinstance(generator, torch.Generator):
+        raise ConfigError(f"generator is {shown(generator)}; expected one, as torch.Generator().manual_seed(0)")
     if generator.device == device:
         return generator
     seed = int(torch.randint(1 << 62, (), generator=generator, device=generator.device))

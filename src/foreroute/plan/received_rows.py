@@ -255,13 +255,18 @@ class Reservation:
 
 def unrouted_tokens(traces: Sequence[RoutingTrace], packing: Packing) -> NDArray[np.int64]:
     """Count the tokens of packed sequences without a route, by micro-step and source rank: int64 [M, G]."""
-    routed = [np.concatenate([[0], np.cumsum(trace.valid_N)]) for trace in traces]
-    gaps_S = np.concatenate(
-        [trace.lengths - np.diff(sums[trace.offsets]) for trace, sums in zip(traces, routed, strict=True)]
-    )
+    gaps_S = unrouted_of_sequences(traces)
     tokens_MG = np.zeros((packing.num_micro_steps, packing.num_ranks), np.int64)
     np.add.at(tokens_MG, (packing.micro_step_S, packing.rank_S), gaps_S)
     return tokens_MG
+
+
+def unrouted_of_sequences(traces: Sequence[RoutingTrace]) -> NDArray[np.int64]:
+    """Count the tokens of each sequence without a route: int64 [S], 1 where only a response's last token has none."""
+    routed = [np.concatenate([[0], np.cumsum(trace.valid_N)]) for trace in traces]
+    return np.concatenate(
+        [trace.lengths - np.diff(sums[trace.offsets]) for trace, sums in zip(traces, routed, strict=True)]
+    )
 
 
 def _as_traces(step: object) -> list[RoutingTrace] | None:
