@@ -119,7 +119,7 @@ def require_followed(forwards, routes, replays):
 @pytest.mark.slow
 def test_distillation_trains_on_the_routes_that_vllm_returned(tmp_path, monkeypatch):
     monkeypatch.setattr(vllm_fakes.Sampler, "sample", of_vllm(vllm_fakes.Sampler.sample, known := {}))
-    vllm_fakes.colocated(monkeypatch, drawn_in_part)
+    vllm_fakes.colocated(monkeypatch)
     monkeypatch.setattr(distillation_trainer, "is_vllm_available", lambda: True)
     for kind in (distill_r3.DistillationTrainer, trl.DistillationTrainer):
         model = policy()
@@ -136,14 +136,13 @@ def test_distillation_trains_on_the_routes_that_vllm_returned(tmp_path, monkeypa
         require_followed(forwards, known, kind is distill_r3.DistillationTrainer)
 
 
-def drawn_in_part(routes):
-    rng = np.random.default_rng(len(routes[0]))
-    return [drawn_anew(ids, 1 / 6, rng) for ids in routes]
-
-
 def of_vllm(sample, known):
+    """Routes in which a sixth of the picks was drawn anew, as of an engine that chose otherwise."""
+
     def wrapped(sampler, prompts, **kwargs):
         sampled = sample(sampler, prompts, **kwargs)
+        rng = np.random.default_rng(len(sampled[0][3]))
+        sampled = [(*each[:3], drawn_anew(each[3], 1 / 6, rng), each[4]) for each in sampled]
         for prompt, response, _, routes, _ in sampled:
             known[(*prompt, *response)] = routes.astype(np.int64)
         return sampled

@@ -229,11 +229,11 @@ def check_layers_exchanged_after_attach_are_named(framework):
                 first.mlp, third.mlp = third.mlp, first.mlp
 
         exchange()
-        refuses(ReplayError, "stands where .* Attach again", lambda: replayed(on, trace, BATCH))
+        refuses(ReplayError, "(runs behind|stands where) .* Attach again", lambda: replayed(on, trace, BATCH))
         exchange()
         with on.routed.replay(trace):
             exchange()
-            refuses(ReplayError, "runs behind .* Attach again", lambda: on.run(BATCH))
+            refuses(ReplayError, "(runs behind|stands where) .* Attach again", lambda: on.run(BATCH))
             exchange()
             on.run(BATCH)
         assert torch.equal(replayed(on, trace, BATCH), expected)

@@ -238,7 +238,7 @@ class TensorFile:
                 raise self._wrong(f"its header would take {length} of its {self._size} bytes")
             if length > most_header_bytes:
                 raise error(f"{self.name} has a header of {length} bytes; expected {most_header_bytes} at most")
-            text = self._bytes(8, length).tobytes()
+            text = (head[8:] + self._bytes(9, max(length - 1, 0)).tobytes())[:length]  # no byte is fetched twice
             header = parse_json(text, error, name=f"{self.name}: the safetensors header")
             self.metadata, self.tensors = self._described(header, 8 + length)
         except BaseException:
