@@ -41,7 +41,7 @@ IN_SDIST = [
 ]  # fmt: skip
 NOT_IN_SDIST = {".venv", ".venv-vllm", "runs", "site", "dist", "build", "__pycache__", ".mypy_cache"}
 LIGHT_ROOMS = [
-    "trace", "layout", "capture", "mismatch", "plan", "costs", "planner", "records", "conformance", "doctor",
+    "trace", "layout", "capture", "mismatch", "plan", "costs", "planner", "conformance", "doctor",
 ]  # fmt: skip
 EXTRAS = {
     "cli": ["simulate", "report", "cli.main"],
@@ -50,7 +50,7 @@ EXTRAS = {
     "fit": ["costs.fitting", "simulate.fit"],
     "megatron": ["adapters.megatron"],
     "trl": ["trainers.trl"],
-    "report": ["report.run_plots", "report.diagnosis"],
+    "report": ["records", "report.run_plots", "report.diagnosis"],
 }
 
 A_TRACE = """
