@@ -194,6 +194,9 @@ def test_inspect_shows_facts_and_claims_apart_and_obeys_neither(tmp_path):
     assert f"{trace.num_rows}, of which" in rows
     assert sum("provenance: " in line for line in lines) == 3
     assert r"1,000,000\nsequences  9" in shown
+    narrow = foreroute("inspect", path, columns=0).stdout  # at which Rich prints nothing
+    assert narrow == foreroute("inspect", path, columns=40).stdout
+    assert foreroute("inspect", path, columns="²").returncode == 0
     said = foreroute("validate", path, columns=200).stdout
     assert said.count("\n") == 1
     assert "\x1b" not in said

@@ -39,6 +39,7 @@ def test_fine_data_is_called_fine(model):
     assert found.worst is Severity.FINE
     assert found.headline.startswith("Fine: the engine is as close to the trainer as the trainer is to itself")
     assert "Replay is wired" in sentences(found, "wiring")
+    assert "repeats itself bit for bit" in sentences(found, "trainer")
 
 
 def test_a_bfloat16_engine_is_helped_by_a_stated_factor(coarse):
@@ -78,12 +79,12 @@ def test_a_model_that_replay_does_not_reach_is_not_wired():
 
 
 @pytest.mark.slow
-def test_a_trainer_with_dropout_left_on_fails_the_quick_checks(model):
+def test_a_trainer_with_dropout_left_on_does_not_repeat_itself(model):
     noisy = tiny("qwen3_moe")
     noisy.lm_head.register_forward_hook(lambda m, a, out: out + 0.01 * torch.randn_like(out))
     found = diagnosis(noisy, generation(model))
-    assert "native-bit-equal" in sentences(found, "wiring")
-    assert found.worst is Severity.PROBLEM
+    assert "does not repeat itself" in sentences(found, "trainer")
+    assert found.worst is Severity.PROBLEM, "the quick checks see it too"
 
 
 def test_the_quick_checks_leave_a_model_as_it_was(model):

@@ -86,6 +86,18 @@ def test_a_writer_that_is_killed_before_it_renames_leaves_what_was_there(tmp_pat
     assert target.read_bytes() == b"new"
 
 
+def test_several_writers_that_replace_one_file_leave_a_whole_one_and_nothing_else(tmp_path):
+    def write(n):
+        for _ in range(60):
+            write_atomically(tmp_path / "t", f"{n}" * 100_000)
+            content = (tmp_path / "t").read_text()
+            assert len(content) == 100_000
+            assert len(set(content)) == 1
+
+    assert at_once(write, 4) == [0] * 4
+    assert [path.name for path in tmp_path.iterdir()] == ["t"]
+
+
 def test_folders_fifos_and_devices_are_never_replaced(tmp_path):
     fifo = tmp_path / "fifo"
     os.mkfifo(fifo)

@@ -115,7 +115,11 @@ def test_figures_are_those_of_the_routes_that_a_step_trained_with():
     assert [alarm.value for alarm in alarms([StepRecord(step=n, live_agreement=[1.0, 0.5]) for n in range(10)])] == [
         0.5
     ]
-    for trained_with, kinds in (("native", {"f2", "disagreement"}), ("replayed", {"disagreement"})):
+    for trained_with, kinds in (
+        ("native", {"f2", "disagreement"}),
+        ("replayed", {"disagreement"}),
+        (None, {"disagreement"}),
+    ):
         history = [
             step_of(step).model_copy(
                 update={"trained_with": trained_with, "mismatch": step_of(step).mismatch | {"replayed": close}}

@@ -11,10 +11,12 @@ from foreroute.report.simulation import (
     executed,
     simulation_finding,
     simulation_table,
+    simulation_tiles,
     write_simulation_page,
 )
 from foreroute.simulate import simulate
 from foreroute.simulate.engine import PARTS
+from foreroute.simulate.records import compared
 from tests.report.pages import plots_of, rows_of, text_of
 from tests.simulate.simulate_cases import small_config
 
@@ -88,7 +90,9 @@ def test_numbers_of_the_table_are_those_of_the_records(found, full):
 
 def test_tiles_sentences_and_pictures_are_on_the_page(found, full):
     text = text_of(full)
-    for said in (simulation_finding(found), executed(found)):
+    hours = found["static"].gpu_hours - found["ours"].gpu_hours
+    assert simulation_tiles(found)[0].value == f"{abs(1000 * hours):.3g}"
+    for said in (simulation_finding(found), executed(found), *(tile.value for tile in simulation_tiles(found))):
         assert said.replace("\N{NO-BREAK SPACE}", " ") in text
     step = plots_of(full)["The step by method"]
     assert re.match(r"static [\d.]+ m?s, EPLB, this step \(not executed\) [\d.]+ m?s, foreroute ", step)
@@ -97,9 +101,14 @@ def test_tiles_sentences_and_pictures_are_on_the_page(found, full):
 def test_some_methods_alone(found):
     alone = part_of(found, "static", static=2.0)
     assert "forced balance would make recompute and update 1.33 times as fast" in simulation_finding(alone)
+    others = part_of(found, "static", "eplb_step", static=2.0, eplb_step=1.6)
+    said = "EPLB, this step (not executed) makes recompute and update 1.25 times"
+    assert said in simulation_finding(others)
     both = part_of(found, "static", "ours", "eplb_step", static=2.0, ours=1.25, eplb_step=1.6)
     said = "1.60 times as fast as static and 1.28 times as fast as EPLB, this step (not executed), the fastest other"
     assert said in simulation_finding(both)
+    assert [method.name for method in compared(both.methods)] == ["ours", "eplb_step"]
+    assert simulation_table(both).column("Method")[:-2] == [method.label for method in both.methods]
 
 
 @pytest.mark.usefixtures("unpainted")
@@ -125,3 +134,6 @@ def test_a_step_that_takes_longer_is_no_gain_however_fast_its_training(found):
         f"By the cost model, foreroute makes the whole step {gain} times as fast as static, with 9\N{NO-BREAK SPACE}s "
         "more of planning; it makes recompute and update alone 1.60 times as fast as static."
     )
+    lossy = replace(late, gpu_hours=1.0, gpu_hours_saved=-0.25)
+    lost = simulation_tiles(replace(some, methods=(some["static"], lossy)))[0]
+    assert (lost.name, lost.value) == ("GPU-hours lost in 1000 steps", "250")

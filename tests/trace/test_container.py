@@ -92,7 +92,9 @@ def test_digest_depends_on_tokens_routes_versions_and_every_stream():
 def test_facts_of_joined_traces_are_those_on_which_they_agree():
     a = random_trace(0)
     parts = [a.with_provenance(engine="x", day=day) for day in "121"]
-    assert fr.concatenate(parts).provenance == a.provenance | {"engine": "x", "day": "2 values"}
+    assert fr.concatenate(parts).provenance == a.provenance | {"engine": "x", "day": "1 | 2"}
+    joined = fr.concatenate([fr.concatenate(parts[:2]), parts[0].with_provenance(day="3")])
+    assert joined.provenance["day"] == "1 | 2 | 3"
 
 
 def test_ids_that_no_expert_has_are_not_counted():

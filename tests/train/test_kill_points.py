@@ -110,6 +110,7 @@ def test_any_point_of_a_run_can_be_the_last(tmp_path, whole):
                 train(config, folder, resume=True)
             train(config, folder)
         assert files(folder) == files(run.path), point
+        assert not [*folder.glob("checkpoints/.*")], "what a kill left is gone"
     assert torn
     assert 1 <= begun_anew <= 5
 

@@ -105,7 +105,7 @@ def test_every_epoch_has_every_row_once_in_an_order_of_its_own(home):
 
 
 def test_messages_go_through_the_chat_template(home, tmp_path):
-    row = {"messages": [{"role": "user", "content": "1+2="}], "answer": "3"}
+    row = {"prompt": None, "messages": [{"role": "user", "content": "1+2="}], "answer": "3"}
     (tmp_path / "chat.jsonl").write_text(json.dumps(row) + "\n")
     task = make_task(config_of(home, reward="right", task={"data": str(tmp_path / "chat.jsonl")}))
     (problem,) = task.problems(1, 0, np.random.default_rng(0))

@@ -6,7 +6,7 @@ import json
 from collections.abc import Sequence
 from pathlib import Path
 
-from foreroute.cli.terminal import Console, shown_facts, shown_table, working, write_page
+from foreroute.cli.terminal import Console, shown_facts, shown_table, shown_tiles, working, write_page
 from foreroute.costs.cluster_file import cluster_toml
 from foreroute.errors import InputError, RunFolderError
 from foreroute.files.writing import check_writable, write_atomically, writing_named
@@ -17,6 +17,7 @@ from foreroute.report.simulation import (
     fit_table,
     simulation_finding,
     simulation_table,
+    simulation_tiles,
     write_simulation_page,
 )
 from foreroute.simulate import load_config, simulate
@@ -45,6 +46,7 @@ def run_simulation(
     console.print(shown_table(simulation_table(record)))
     for sentence in (simulation_finding(record), beside_ranking(record), executed(record)):
         console.print(sentence, highlight=False, markup=False)
+    console.print(shown_tiles(simulation_tiles(record)))
     figures = record.as_dict() | {"fit": None if fitted is None else fitted.as_dict()}
     # with both files the step can be simulated anew, by any later version
     contents = {"simulation.json": figures, "config.json": config.model_dump(mode="json")}

@@ -24,6 +24,8 @@ if TYPE_CHECKING:  # most verbs show no table of a page
     from foreroute.report.page import Table as PageTable
     from foreroute.report.page import Tile, Tone
 
+FEWEST_COLUMNS, MOST_COLUMNS = 40, 1000
+"""What COLUMNS of the environment is brought into."""
 TONES: dict[Tone, str] = {"": "", "fine": "green", "note": "blue", "warning": "yellow", "problem": "bold red"}
 """Styles of the tones of a page."""
 FOREVER_S = 1e9
@@ -61,6 +63,13 @@ def prepare_streams() -> None:
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="backslashreplace")
+    # Rich takes any number: of 0 columns it prints nothing, and of millions as many blanks
+    for name, least in (("COLUMNS", FEWEST_COLUMNS), ("LINES", 1)):
+        value = os.environ.get(name, "")
+        if value.isascii() and value.isdecimal() and len(value) < 10:
+            os.environ[name] = str(min(max(int(value), least), MOST_COLUMNS))
+        else:
+            os.environ.pop(name, None)
 
 
 def is_first_rank() -> bool:

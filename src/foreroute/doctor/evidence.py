@@ -79,6 +79,7 @@ class Evidence:
         response_lengths_S: how many of these each sequence has.
         native: the trainer on its own routes.
         replayed: the trainer on the engine's routes.
+        repeated: the trainer on its own routes once more, on the same batches.
         repacked: the trainer on its own routes, one sequence at a time.
         conformance: the quick checks, run on this model.
         attach_error: why the adapter refused the model.
@@ -97,6 +98,7 @@ class Evidence:
     response_lengths_S: NDArray[np.integer] | None = None
     native: TrainerPass | None = None
     replayed: TrainerPass | None = None
+    repeated: TrainerPass | None = None
     repacked: TrainerPass | None = None
     conformance: ConformanceReport | None = None
     attach_error: str = ""
@@ -117,6 +119,7 @@ class Measures:
     without: TokenMismatch | None = None  # engine against trainer on its own routes
     with_replay: TokenMismatch | None = None  # engine against trainer on the engine's routes
     # trainer against itself
+    repeated: TokenMismatch | None = None
     repacked: TokenMismatch | None = None
     routes: RoutingMismatch | None = None  # engine's routes against the trainer's own
     # the trainer's own routes against those when it is packed differently
@@ -209,6 +212,7 @@ def measure(evidence: Evidence) -> Measures:
     native, repacked, engine = evidence.native, evidence.repacked, evidence.engine
     own, own_R = (native.executed, native.logprobs_R) if native is not None else (None, None)
     of_itself = Measures(
+        repeated=_tokens(evidence.repeated, own_R),
         repacked=_tokens(repacked, own_R),
         repacked_routes=None
         if own is None or repacked is None or repacked.executed is None

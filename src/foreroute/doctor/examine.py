@@ -108,9 +108,9 @@ def _passes(
     def trainer_pass(batches: Sequence[NDArray[np.int64]], *, replay: bool = False) -> TrainerPass:
         return _run(routed, sequences, batches, [reading], replay=replay)[0]
 
-    # the quick checks tell whether kernels repeat, single sequences whether packing matters
-    native, repacked = (trainer_pass(batches) for batches in (together, alone))
-    given |= {"engine": trace, "native": native, "repacked": repacked}
+    # the same batches twice tell whether kernels repeat, single sequences whether packing matters
+    native, repeated, repacked = (trainer_pass(batches) for batches in (together, together, alone))
+    given |= {"engine": trace, "native": native, "repeated": repeated, "repacked": repacked}
     try:
         replayed = trainer_pass(together, replay=True)
     except TraceError as error:

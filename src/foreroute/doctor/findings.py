@@ -389,7 +389,18 @@ def _quoted(message: str) -> str:
 
 def _trainer(measures: Measures) -> Iterator[Finding]:
     """Say how far the trainer is from itself, which no engine can undercut."""
-    repacked = measures.repacked
+    repeated, repacked = measures.repeated, measures.repacked
+    if repeated is not None:
+        if repeated.max_abs_log == 0:
+            yield Finding(Severity.FINE, "trainer", "The trainer repeats itself bit for bit on the same batches.")
+        else:
+            yield Finding(
+                Severity.WARNING,
+                "trainer",
+                f"The trainer does not repeat itself on the same batches: k3 {repeated.k3:.2e}, log-probs off by up to "
+                f"{repeated.max_abs_log:.2e}.",
+                "Switch dropout and router jitter off; if they are, a kernel is not deterministic.",
+            )
     if repacked is not None:
         routes = measures.repacked_routes
         share = f", and takes other experts in {routes.differing_share:.2%} of its routing decisions" if routes else ""

@@ -104,7 +104,7 @@ def _measured(history: Sequence[StepRecord], figure: Callable[[StepRecord], floa
 
 def _of_side(step: StepRecord, side: Side | None, figure: str) -> float | None:
     """Give a figure of the mismatch of a side, where that was measured."""
-    return getattr(step.mismatch.get(side or "native"), figure, None)
+    return None if side is None else getattr(step.mismatch.get(side), figure, None)
 
 
 def _effective_share(step: StepRecord) -> float | None:

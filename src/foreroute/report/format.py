@@ -136,7 +136,13 @@ def quoted(path: Path) -> str:
 
 def flattened(config: Mapping[str, Any]) -> dict[str, str]:
     """A nested configuration as text by dotted key."""
-    return {key: "none" if value is None else str(value) for key, value in by_key(config).items()}
+    return {key: "none" if value is None else _setting(value) for key, value in by_key(config).items()}
+
+
+def _setting(value: object) -> str:
+    """Give 6e+14 in the place of 600000000000000.0; no digit is lost."""
+    short = f"{value:g}" if isinstance(value, float) else str(value)
+    return short if not isinstance(value, float) or float(short) == value else str(value)
 
 
 def span_of(values: Iterable[Any], show: Callable[[Any], str]) -> str:

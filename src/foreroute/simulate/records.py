@@ -204,6 +204,19 @@ def strongest_other(records: Sequence[Record]) -> Record | None:
     return _fastest(others) if plans and others else None
 
 
+def compared(records: Sequence[Record]) -> list[Record]:
+    """The few methods that plots compare with static: the headline, the fastest plan, the fastest other one."""
+    plans, others = _balanced(records)
+    # the headline may be the fastest plan too, and stands once
+    chosen = [*plans[:1], *(_fastest(group) for group in (plans, others) if group)]
+    return [record for n, record in enumerate(chosen) if record not in chosen[:n]]
+
+
+def fastest_plan(records: Sequence[Record]) -> Record:
+    """The fastest plan of foreroute; the headline where there is none."""
+    return _fastest(_balanced(records)[0] or [headline(records)])
+
+
 def _balanced(records: Sequence[Record]) -> tuple[list[Record], list[Record]]:
     """Plans of foreroute, and the other methods but static."""
     balanced = [record for record in records if record.name != "static"]

@@ -35,6 +35,9 @@ from foreroute.trace.streams import SAMPLING, DecisionStream, check_name, stream
 
 NO_VERSION = -1
 """The weight version of a row that was never computed, or whose source did not state one."""
+MOST_VALUES = 16
+"""Distinct values of a fact that joined traces keep, of those on which their parts do not agree."""
+_MORE = "…"
 
 
 class PaddedRoutes(NamedTuple):
@@ -462,6 +465,14 @@ def _kept_places(attention_mask: ArrayLike, tokens_BT: NDArray[Any]) -> NDArray[
 
 
 def _common_provenance(all_facts: list[Mapping[str, str]]) -> dict[str, str]:
-    """Return the facts on which the parts agree, and how many values others have."""
-    values = {key: {facts[key] for facts in all_facts if key in facts} for facts in all_facts for key in facts}
-    return {key: min(found) if len(found) == 1 else f"{len(found)} values" for key, found in values.items()}
+    """Return the facts on which the parts agree, and every distinct value of others, `MOST_VALUES` at most."""
+    keys = dict.fromkeys(key for facts in all_facts for key in facts)
+    return {key: _join_facts([facts[key] for facts in all_facts if key in facts]) for key in keys}
+
+
+def _join_facts(values: list[str]) -> str:
+    """Join the distinct values of one fact."""
+    # a part may be a joined trace itself
+    distinct = list(dict.fromkeys(value for joined in values for value in joined.split(" | ")))
+    kept = [value for value in distinct if value != _MORE][:MOST_VALUES]
+    return " | ".join([*kept, _MORE] if len(kept) < len(distinct) else kept)

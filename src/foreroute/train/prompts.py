@@ -90,9 +90,9 @@ class PromptTask(Task):
         row = parse_row(where, line)
         most = self._config.max_prompt_tokens
         try:
-            prompt = row["prompt"] if "prompt" in row else self._tokenizer.chat(row["messages"])
+            prompt = row["prompt"] if row.get("prompt") is not None else self._tokenizer.chat(row["messages"])
             # a chat template wrote what comes first
-            tokens = self._tokenizer.tokens(prompt, special="prompt" in row)
+            tokens = self._tokenizer.tokens(prompt, special=row.get("prompt") is not None)
         except ConfigError as error:
             raise DatasetError(f"{where}: {error}") from error
         if not 1 <= len(tokens) <= most:
