@@ -133,7 +133,9 @@ class TrainerPassController:
         """Behind TRL's `_generate`: what it gave, and the routes that were captured meanwhile, become the rollout."""
         is_first, rollout = not self._num_rollouts, None
         with self._guard:
-            rollout = self.capture.join_rollout(prompts, completions, env_masks)
+            join = partial(self.capture.join_rollout, prompts, completions, env_masks)
+            # under "none" a process that cannot measure trains on, and asks nobody
+            rollout = join() if self._replay == "none" else judge_together(join, self._over_processes)
         with self._guard:
             if is_first:  # the check is a forward, which processes that share a model run together
                 self._require_measured_everywhere()
