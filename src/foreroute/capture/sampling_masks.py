@@ -67,7 +67,8 @@ def mask_stream(
 
 
 def masks_of_steps(
-    # of step r, a sequence and a token for each token that was kept: `np.nonzero` of bool [S, V]
+    # of step r, a sequence and a token for each token that was kept: `np.nonzero` of bool [S, V]; none of a sequence
+    # of which none was left out
     steps: Sequence[tuple[NDArray[np.int64], NDArray[np.int64]]],
     vocabulary_size: int,  # V
     prompt_lengths: NDArray[np.int64],  # [S]
@@ -76,14 +77,17 @@ def masks_of_steps(
     """Put what sampling kept, step by step for S sequences together, on the rows of these sequences."""
     lengths = prompt_lengths + response_lengths
     ends = np.cumsum(lengths)
+    first_row_S = ends - response_lengths - 1
+    valid_N = np.zeros(int(ends[-1]), np.bool_)
+    for first, length in zip(first_row_S, np.minimum(response_lengths, len(steps)), strict=True):
+        valid_N[first : first + length] = True
     sequences, ids = (np.concatenate([step[part] for step in steps]) for part in (0, 1))
     numbers = np.repeat(np.arange(len(steps)), [len(step[0]) for step in steps])
-    first_rows = (ends - lengths + prompt_lengths - 1)[sequences]
     belongs = numbers < response_lengths[sequences]
-    rows = (first_rows + numbers)[belongs]
-    counts = np.bincount(rows, minlength=int(ends[-1]))
+    rows = (first_row_S[sequences] + numbers)[belongs]
+    counts = np.bincount(rows, minlength=len(valid_N))
     order = np.argsort(rows, kind="stable")
-    return DecisionStream.from_sets(vocabulary_size, counts > 0, counts, ids[belongs][order])
+    return DecisionStream.from_sets(vocabulary_size, valid_N, counts, ids[belongs][order])
 
 
 def _sets(raw: RawSequence, sequence: int, num_tokens: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:

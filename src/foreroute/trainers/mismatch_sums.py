@@ -156,7 +156,7 @@ class _NativeComparison(Interceptor):
         try:
             policy = Policy("native", "native", "native", telemetry=False)
             self._rows = self._routes.of_pass(chunk, args, policy, self._checks)
-        except BatchMismatchError:  # a pass that is only measured goes on
+        except (BatchMismatchError, ReplayError):  # a pass that is only measured goes on
             self._rows = None
             self._add(**{UNLIKE: 1.0})
 

@@ -1,14 +1,18 @@
 """Which routes reach the experts in which pass of TRL: held against routes that the test has written down itself."""
 
+import re
 from collections import Counter
+from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 import trl
+from safetensors.torch import load_file, save_file
 from transformers import Qwen3MoeForCausalLM
 
 from examples.trl.tiny import policy
+from foreroute.errors import ConfigError
 from tests.trainers.given_experts import differing, follows, watched
 from tests.trainers.trl.routes_book import Book, differing_cells, log_ratios
 from tests.trainers.trl.test_trl_same import LORA
@@ -136,6 +140,13 @@ def test_a_resumed_run_has_the_experts_of_its_checkpoint_and_follows_the_routes_
     best._load_best_model()
     for name, weight in Qwen3MoeForCausalLM.from_pretrained(middle).state_dict().items():
         assert torch.equal(best.model.state_dict()[name], weight), name
+    (weights,) = Path(middle).glob("*.safetensors")
+    (lost, _), *others = load_file(weights).items()
+    save_file(dict(others), weights, metadata={"format": "pt"})
+    with pytest.raises(ConfigError, match=re.escape(lost)):
+        make(folder).train(resume_from_checkpoint=middle)
+    weights.unlink()
+    best._load_best_model()  # a warning of transformers
 
 
 def _changed_since_old(batches, sequences):

@@ -1,6 +1,8 @@
 """Replay that would be wrong, or would not happen, ends in one clear error."""
 
+from functools import partial
 from types import SimpleNamespace
+from unittest.mock import patch
 
 import numpy as np
 import pytest
@@ -48,6 +50,24 @@ def returned(change):
     return lambda model: Book(model, change=change)
 
 
+def running(change):
+    """A trainer whose passes over a batch run other forwards than those of its slices."""
+
+    class Changed(GRPOTrainer):
+        def _get_per_token_logps_and_entropies(self, *args, **options):
+            run, is_pass = self.routing.run_pass, self.routing._now is not None
+            changed = lambda compute, *args: run(partial(change, compute) if is_pass else compute, *args)  # noqa: E731
+            with patch.object(self.routing, "run_pass", changed):
+                return super()._get_per_token_logps_and_entropies(*args, **options)
+
+    return Changed
+
+
+def first_two(compute):
+    model, ids, mask, *others = compute.args
+    return compute.func(model, ids[:2], mask[:2], *others, **compute.keywords)
+
+
 def stale(model):
     """Samples by an engine that never takes over new weights."""
     engine = EmbeddedEngine(model)
@@ -69,6 +89,8 @@ REFUSED = {
     "no numbers": ({"kind": bringing(lambda rows: None)}, ReplayError, "foreroute_rows"),
     "other sequence": ({"kind": bringing(lambda rows: rows.flip(0))}, BatchMismatchError, r"the sequences \[1, 0\] of"),
     "rollout before": ({"kind": bringing(lambda rows: rows - torch.tensor([1, 0]))}, ReplayError, r"rollouts \[0\]"),
+    "forwards left out": ({"kind": running(first_two)}, ReplayError, "1 forwards of a batch of 4 slices"),
+    "forwards twice": ({"kind": running(lambda run: (run(), run()))}, ReplayError, "more forwards .* its 4 slices"),
     "late": ({"source": returned(lambda routes: [np.roll(each, 1, 0) for each in routes])}, ReplayError, "shift"),
     "zeros": ({"source": returned(lambda routes: list(map(np.zeros_like, routes)))}, CaptureError, "sequence 0"),
     "other weights": ({"source": stale}, StaleTraceError, r"versions \[7\].*rollout.*0"),

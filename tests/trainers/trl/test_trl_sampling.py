@@ -5,12 +5,14 @@ The oracle is the sampler: `generate` notes the log-probs of the scores that it 
 
 from contextlib import nullcontext
 
+import numpy as np
 import pytest
 import torch
 from transformers.generation import logits_process as of
 
 from examples.trl.tiny import policy
-from foreroute.errors import ConfigError
+from foreroute.capture.sampling_masks import masks_of_steps
+from foreroute.errors import ConfigError, RankError
 from foreroute.trainers.trl.capture_generate import SampledTokens
 from tests.tiers import grid
 from tests.trainers.trl.test_trl_masks import SCORES_ON_SETS
@@ -48,8 +50,28 @@ def test_scores_that_generate_moves_in_a_way_that_no_set_shows_are_refused(folde
     model = policy()
     model.generation_config.repetition_penalty = 1.3  # as a checkpoint's file would
     trainer = make(folder, model=model, generation_kwargs={"repetition_penalty": None})
-    with pytest.raises(ConfigError, match=r"change scores.*penalty"):
+    with pytest.raises(ConfigError, match=r"^among RepetitionPenaltyLogitsProcessor, .*change scores.*penalty"):
         trainer.train()
+
+
+def test_a_process_whose_scores_were_not_moved_fails_with_the_one_whose_were(folder, monkeypatch):
+    trainer = make(folder)
+    monkeypatch.setattr(trainer.routing, "_over_processes", lambda failed: failed + 1)
+    with pytest.raises(RankError, match="refused on another rank"):
+        trainer.train()
+
+
+def test_a_sequence_that_lost_no_token_in_a_step_keeps_no_set_and_counts_as_drawn_from_all():
+    sampled = SampledTokens(1.0)
+    sampled.masks = True
+    for lost in ([], [0], []):
+        scores = sampled.begin_step(PROMPT, torch.zeros(2, 12)).clone()
+        scores[lost, 4:] = -torch.inf
+        sampled(PROMPT, scores)
+    assert [len(ids) for _, ids in sampled.kept] == [0, 4, 0]
+    masks = masks_of_steps(sampled.kept, 12, np.array([2, 3]), np.array([3, 2]))
+    assert masks.valid_N.tolist() == [False, True, True, True, False, False, False, True, True, False]
+    assert np.diff(masks.offsets).tolist() == [0, 0, 4, 0, 0, 0, 0, 0, 0, 0]
 
 
 @pytest.mark.shows(

@@ -1,5 +1,7 @@
 """Counts the waits of the host in updates of verl's Megatron passes, on a schedule without a pipeline."""
 
+from contextlib import contextmanager
+from functools import partial
 from types import SimpleNamespace
 from unittest import mock
 
@@ -38,10 +40,26 @@ def count():
             pytest.raises(ReplayError, match=r"another micro-batch.*split"),
         ):
             there.update()
+        left = []
+        fewer = lambda **given: one_after_the_other(**given | {"num_microbatches": 3})  # noqa: E731
+        with (
+            mock.patch.object(transformer_impl, "get_forward_backward_func", return_value=fewer),
+            mock.patch.object(passes, "_planned", SimpleNamespace(executing=partial(executing, left))),
+            pytest.raises(ReplayError, match="ran 3 forwards of 4 micro-batches"),
+        ):
+            there.update()
+        assert left == ["with others"], "this rank kept the others waiting"
         there.micro_batches[1]["routed_experts"].values()[:, 1] = torch.tensor([0, 1])  # a layer never captured
         with pytest.raises(CaptureError, match="sends 36 rows"):
             there.old_log_probs()
     return waits
+
+
+@contextmanager
+def executing(left, shards, stage, **options):
+    """Ranks that execute a plan tell one another at its end what they did; an error ends it on a rank alone."""
+    yield None
+    left.append("with others")
 
 
 class Engine(There):

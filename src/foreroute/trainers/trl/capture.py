@@ -76,6 +76,8 @@ class RolloutCapture:
     def begin_rollout(self) -> None:
         """Forget the turns of a generation that an error ended."""
         self._turns = []
+        if isinstance(self.source, GenerateSource):
+            self.source.begin_rollout()
 
     def take_turn(self, prompts: Sequence[Sequence[int]], sample: Callable[[], Any]) -> Any:
         """Sample a turn, with `engine` or as TRL does; give what TRL's `_generate_single_turn` returns."""
@@ -96,6 +98,8 @@ class RolloutCapture:
 
     def join_rollout(self, prompts: Sequence[Any], completions: Sequence[Any], env_masks: Any) -> Rollout:
         """Join the turns that were captured to the sequences that TRL trains on. Raises where they do not fit."""
+        if isinstance(self.source, GenerateSource):
+            self.source.require_unmoved()
         prompt_lengths = [len(each) for each in prompts]
         trace, logprobs = join_turns(self._turns, join_tokens(prompts, completions), prompt_lengths)
         trace = self._routed.with_lookups(trace)

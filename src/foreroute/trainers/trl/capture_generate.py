@@ -34,18 +34,34 @@ class GenerateSource:
     """Watches the generations of one model.
 
     At a `temperature`, that R3 scores sampled tokens at, the sets that they were drawn from are kept too, and what else
-    changes scores is refused. Without one, what cannot be watched is sampled once more by itself, from the same random
-    numbers, before the error is raised.
+    changes scores is noted for `require_unmoved`. Without one, what cannot be watched is sampled once more by itself,
+    from the same random numbers, before the error is raised.
     """
 
     def __init__(self, routed: RoutedTransformer, *, indexers: bool, temperature: float | None) -> None:
         self._routed = routed
         self._indexers = indexers
         self._temperature = temperature
+        self._moving: list[str] = []  # classes of processors of turns in which scores were changed otherwise
         self._seen: list[tuple[Recording, SampledTokens, Tensor] | ForerouteError] = []  # of each call of generate
         # whose processors are asked for: PEFT's wrapper passes `generate` on to the model that it wraps
         model: Any = routed.model
         self._sampler = model.get_base_model() if is_peft_model(model) else model
+
+    def begin_rollout(self) -> None:
+        """Forget what processors did in the rollout before."""
+        self._moving = []
+
+    def require_unmoved(self) -> None:
+        """Raise `ConfigError` where processors did more to scores of a turn that was read than to leave tokens out."""
+        if self._moving:
+            raise ConfigError(
+                f"among {', '.join(dict.fromkeys(self._moving))}, that generation_kwargs or the model's "
+                "generation_config ask for, are some that change scores in a way that no sampling mask shows, as a "
+                f"penalty, a bias, or another temperature than {self._temperature}, that TRL scores at, so that R3 "
+                "would score others than those that tokens were drawn with; leave them out, set temperature in "
+                "GRPOConfig, or take replay='R2'"
+            )
 
     @contextmanager
     def watching(self) -> Iterator[None]:
@@ -74,12 +90,7 @@ class GenerateSource:
             raise ReplayError(f"the model's generate() is not one that can be watched: {REMEDY}. {error}") from error
         host = sampled.logprobs_of(sequences).cpu().numpy()
         if bool(sampled.is_moved):
-            raise ConfigError(
-                "generation_kwargs or the model's generation_config change scores in a way that no sampling mask "
-                f"shows, as a penalty, a bias, or another temperature than {self._temperature}, that TRL scores at, so "
-                "that R3 would score others than those that tokens were drawn with; leave it out, set temperature in "
-                "GRPOConfig, or take replay='R2'"
-            )
+            self._moving += sampled.processors
         if sampled.masks:
             lengths = [np.array(list(map(len, each)), np.int64) for each in (prompts, completions)]
             trace = trace.with_stream(SAMPLING, masks_of_steps(sampled.kept, sampled.num_choices, *lengths))
@@ -93,6 +104,7 @@ class GenerateSource:
             processors = make(*args, **kwargs)
             # a min_p of 0 leaves nothing out, and sets of the whole vocabulary are large
             others = [each for each in processors if type(each) not in (TemperatureLogitsWarper, LogitNormalization)]
+            sampled.processors = [type(each).__name__ for each in processors]
             sampled.masks = self._temperature is not None and any(getattr(each, "min_p", None) != 0 for each in others)
             return LogitsProcessorList([sampled.begin_step, *processors, sampled])
 
@@ -121,7 +133,10 @@ class SampledTokens(LogitsProcessor):
 
     def __init__(self, temperature: float | None) -> None:
         self.masks = False  # whether to keep the sets
-        self.kept: list[tuple[NDArray[np.int64], NDArray[np.int64]]] = []  # of each step, sequences and tokens left
+        self.kept: list[
+            tuple[NDArray[np.int64], NDArray[np.int64]]
+        ] = []  # of each step, tokens left of a sequence that lost some
+        self.processors: list[str] = []  # classes of those before it
         self.num_choices = 0  # tokens of the vocabulary, once there was a step
         self.is_moved: Tensor | bool = False  # whether processors did more than to leave tokens out
         self._temperature = temperature
@@ -144,7 +159,7 @@ class SampledTokens(LogitsProcessor):
             self.is_moved = self.is_moved | (highest.amax(-1) - lowest.amin(-1) > MOST_MOVED).any()
         if self.masks:
             self.num_choices = scores.shape[1]
-            sequences, ids = torch.nonzero(is_left).cpu().numpy().T
+            sequences, ids = torch.nonzero(is_left & ~is_left.all(-1, keepdim=True)).cpu().numpy().T
             self.kept.append((sequences, ids))
         return scores
 

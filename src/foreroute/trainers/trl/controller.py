@@ -133,7 +133,9 @@ class TrainerPassController:
         """Behind TRL's `_generate`: what it gave, and the routes that were captured meanwhile, become the rollout."""
         is_first, rollout = not self._num_rollouts, None
         with self._guard:
-            rollout = self.capture.join_rollout(prompts, completions, env_masks)
+            join = partial(self.capture.join_rollout, prompts, completions, env_masks)
+            # under "none" a process that cannot measure trains on, and asks nobody
+            rollout = join() if self._replay == "none" else judge_together(join, self._over_processes)
         with self._guard:
             if is_first:  # the check is a forward, which processes that share a model run together
                 self._require_measured_everywhere()
@@ -301,7 +303,9 @@ class TrainerPassController:
         """Have a pass of the policy replayed or compared, or recorded where nothing is known of it."""
         if not found:
             return stack.enter_context(self.routed.record(indexers=self.routed.indexers is not None))
-        routes = found[0].routes if len(found) == 1 else RoutesInTurn([each.routes for each in found])
+        routes: TraceRows | RoutesInTurn = found[0].routes
+        if len(found) > 1:
+            routes = stack.enter_context(self._in_turn([each.routes for each in found]))
         is_compared = self._metrics.at_rollout_weights(update=now.is_update)
         if self._replay != "none":
             stack.enter_context(self._metrics.counting(self.routed, update=now.is_update))
@@ -312,6 +316,13 @@ class TrainerPassController:
         elif is_compared:
             stack.enter_context(self._metrics.comparing(self.routed, routes))
         return None
+
+    @contextmanager
+    def _in_turn(self, slices: Sequence[TraceRows]) -> Iterator[RoutesInTurn]:
+        routes = RoutesInTurn(slices)
+        yield routes
+        with self._guard:
+            routes.require_none_left()
 
     def _refuse_unreplayed(self, what: str) -> None:
         with self._guard:
@@ -414,13 +425,26 @@ class RoutesInTurn:
     versions = ()
 
     def __init__(self, slices: Sequence[TraceRows]) -> None:
-        self._left = list(slices)
+        self._num_slices, self._left = len(slices), list(slices)
 
     def of_pass(self, chunk: int, args: Any, policy: Policy, checks: DeferredChecks) -> ReplayRows:
-        """Give the rows of the next slice, whose tokens are compared with those of the forward."""
-        # a forward more than there are slices is one of other tokens than the last one's
-        routes = self._left.pop(0) if len(self._left) > 1 else self._left[0]
-        return routes.of_pass(chunk, args, policy, checks)
+        """Give the rows of the next slice, whose tokens are compared with those of the forward.
+
+        Raises `ReplayError` for a forward behind the last slice.
+        """
+        if not self._left:
+            raise ReplayError(
+                f"TRL ran more forwards of a batch than its {self._num_slices} slices, whose routes are known"
+            )
+        return self._left.pop(0).of_pass(chunk, args, policy, checks)
+
+    def require_none_left(self) -> None:
+        """Raise `ReplayError` when a pass has ended before the last slice."""
+        if self._left:
+            ran = self._num_slices - len(self._left)
+            raise ReplayError(
+                f"TRL ran {ran} forwards of a batch of {self._num_slices} slices, so that not all routes were replayed"
+            )
 
 
 def _is_reference(policy: Any) -> Callable[[], bool]:

@@ -13,6 +13,7 @@ batch holds, and has a public door for other rollout engines. Replay stands at t
 from __future__ import annotations
 
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import trl
@@ -21,6 +22,8 @@ from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 from transformers.integrations.liger import apply_liger_kernel
 
+from foreroute.adapters.checkpoint import weight_files
+from foreroute.adapters.hf.loading import load_complete
 from foreroute.costs.cluster_file import Cluster
 from foreroute.errors import AttachError, ConfigError
 from foreroute.plan import Topology
@@ -135,11 +138,13 @@ class RoutingReplay:
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:
         super()._load_from_checkpoint(resume_from_checkpoint, model)  # type: ignore[misc]
-        _load_experts(self, resume_from_checkpoint)
+        _load_experts(self, Path(resume_from_checkpoint))
 
     def _load_best_model(self) -> None:
         super()._load_best_model()  # type: ignore[misc]
-        _load_experts(self, self.state.best_model_checkpoint)
+        folder = Path(self.state.best_model_checkpoint)
+        if weight_files(folder):  # transformers warns where there are none: the run has ended well
+            _load_experts(self, folder)
 
     def log(self, logs: dict[str, float], *args: Any, **kwargs: Any) -> None:
         """Log as TRL does, with the mismatch and what plans did since the last training log."""
@@ -163,10 +168,13 @@ def _require_trl(trainer: type) -> None:
     require_overridden("trl", trl.__version__, RoutingReplay, trl.GRPOTrainer)
 
 
-def _load_experts(trainer: RoutingReplay, folder: str) -> None:
-    """Load a checkpoint by `from_pretrained`, which joins experts that are stored one by one; Trainer does not."""
+def _load_experts(trainer: RoutingReplay, folder: Path) -> None:
+    """Load a checkpoint by `from_pretrained`, which joins experts that are stored one by one; Trainer does not.
+
+    Raises `ConfigError` where it lacks weights of the model.
+    """
     # adapters hold no experts of the model, and what is sharded has checkpoints that are loaded as they are
     is_sharded = trainer.is_fsdp_enabled or trainer.is_deepspeed_enabled
     is_sharded = is_sharded or any(isinstance(weight, DTensor) for weight in trainer.model.parameters())
     if isinstance(trainer.model, PreTrainedModel) and not is_sharded:
-        trainer.model.load_state_dict(type(trainer.model).from_pretrained(folder).state_dict())
+        trainer.model.load_state_dict(load_complete(type(trainer.model), folder, folder).state_dict())

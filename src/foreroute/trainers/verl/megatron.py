@@ -231,7 +231,7 @@ class MegatronPasses(EnginePasses):
                 execute_plan = opened.enter_context(planning)
             with nullcontext() if watching is None else watching:
                 results = run(step, len(given))
-            self._require_all(len(given))
+        self._require_all(len(given))  # behind calls that the ranks make together
         outputs = [each["model_output"] for each in results] or [{}] * len(given)
         if recording is not None:
             _write_routes(recording.trace(), layouts, micro_batches, outputs)
