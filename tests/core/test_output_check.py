@@ -116,3 +116,12 @@ def test_a_device_is_asked_and_not_waited_for():
             model(**batch, use_cache=False)
         with pytest.raises(ReplayError, match="other ones"):
             optimizer.step()
+
+
+def test_picks_of_another_number_are_named():
+    model, routed, trace = with_routes(BATCH)
+    for layer in model.model.layers:
+        layer.mlp.gate.top_k = 3
+    for session in (routed.replay(trace), routed.record()):
+        with pytest.raises(ReplayError, match=r"selects 3 experts in 27 of the 27 rows.*expected 2"), session:
+            model(**BATCH)

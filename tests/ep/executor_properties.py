@@ -159,6 +159,12 @@ EARLY = {
     "ReplayError: a plan is executed on this model; leave that execution before another": lambda s: inside(
         s, s.attach().execute(s.plan, s.counts_MLGE, s.traces).__enter__
     ),
+    "ReplayError: leave that execution before experts move": lambda s: inside(
+        s, s.attach().move_homes, np.roll(s.routed.home_LE, 1, axis=1)
+    ),
+    "ReplayError: leave that execution before weights travel in another way": lambda s: inside(
+        s, s.routed.use, TransferOptions(paths="host")
+    ),
     "PlanError: homes cannot be moved, and none were: rank 1: got homes of dtype int16 and shape (3, 7)": lambda s: (
         s.routed.move_homes(s.plan.home_LE[:, : 8 - s.rank])
     ),

@@ -1,6 +1,10 @@
 """Counts of all ranks, from the traces that each of them replays."""
 
+from types import SimpleNamespace
+from unittest import mock
+
 import numpy as np
+import torch.distributed as dist
 
 from tests.ep.spread_steps import SpreadStep
 from tests.ep.test_refusals import without_route
@@ -14,6 +18,12 @@ def gathered(rank, folder):
         traces[1] = traces[1].select([])
     found = s.routed.gather_counts(traces)
     assert np.array_equal(found, s.routed.gather_counts([s.routed.rows(trace) for trace in traces]))
+    mine_ML = np.arange(6).reshape(3, 2)
+    executions = [SimpleNamespace(executed_ML=each + 10 * rank) for each in (mine_ML[:1], mine_ML[1:])]
+    with mock.patch.object(dist, "all_reduce", wraps=dist.all_reduce) as call:
+        executed_MLG = s.routed.spread.gather_executed(executions)
+    assert call.call_args.kwargs["group"] is not s.routed.spread._group, "which may be NCCL's, of no host tensors"
+    assert np.array_equal(executed_MLG, mine_ML[..., None] + [0, 10])
     return found, [[(trace.expert_ids_NLK, trace.valid_N)] for trace in traces]
 
 

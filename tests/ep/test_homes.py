@@ -6,6 +6,7 @@ Each test stands behind the function that worker processes run for it.
 import numpy as np
 import pytest
 import torch
+from torch.distributed.checkpoint.state_dict import get_model_state_dict, get_optimizer_state_dict
 
 from foreroute.errors import PlacementError
 from tests.ep.spread_models import sharded
@@ -66,8 +67,11 @@ AWAY = {
     "state_dict": lambda s, optimizer, folder: s.model.state_dict(),
     "load_state_dict": lambda s, optimizer, folder: s.model.load_state_dict({}, strict=False),
     "save_pretrained": lambda s, optimizer, folder: s.model.save_pretrained(folder),
+    "distributed": lambda s, optimizer, folder: s.model.save_pretrained(folder, distributed_checkpoint=True),
     "optimizer.state_dict": lambda s, optimizer, folder: optimizer.state_dict(),
     "optimizer.load_state_dict": lambda s, optimizer, folder: optimizer.load_state_dict({}),
+    "get_model_state_dict": lambda s, optimizer, folder: get_model_state_dict(s.model),
+    "get_optimizer_state_dict": lambda s, optimizer, folder: get_optimizer_state_dict(s.model, optimizer),
 }
 """What saves or loads, which is refused while experts are away."""
 

@@ -14,6 +14,7 @@ import torch.distributed as dist
 from transformers import AutoModelForCausalLM
 
 from foreroute.adapters import hf
+from foreroute.adapters.hf.expert_parallel import SITE
 from tests.ep.executor_properties import RIGHT, ending, enter, require_said, run, said_by
 from tests.ep.spread_models import load_spread
 from tests.ep.spread_steps import LAYERS, TWO_GROUPS, SpreadStep
@@ -89,6 +90,18 @@ def test_a_model_whose_experts_foreroute_has_not_spread_is_refused_by_name(worke
         (found,) = set(ended)
         words = "from where replicas cannot be fetched" if "offload" in name else "are spread over ranks by foreroute"
         require_said(found, f"AttachError: {words}")
+
+
+def partly_spread(rank, folder):
+    model = load_spread(folder)
+    del model.model.layers[1].mlp.experts.__dict__[SITE]
+    return said_by(hf.attach, model)
+
+
+@pytest.mark.slow
+def test_a_model_of_which_some_layers_are_spread_is_refused(workers, folder_of):
+    for found in workers(2).run(partly_spread, folder_of()):
+        require_said(found, "AttachError: 3 routers are replayed, and 2 of their layers have experts that are spread")
 
 
 def regrouped(rank, store, timeout_s):

@@ -11,6 +11,7 @@ import torch
 from torch._dynamo.utils import counters
 
 from foreroute.adapters import hf
+from foreroute.errors import ReplayError
 from tests.adapters.hf.family_checks import foreign_routes
 from tests.gpu.bits import Case, distance, logits_of, step
 
@@ -88,3 +89,28 @@ def test_what_is_generated_over_a_static_cache_is_replayed(device):
     with routed.replay(recording.rollout(sampled)) as session, torch.no_grad():
         routed.model(input_ids=sampled, use_cache=False)
     assert session.num_forwards == 1
+
+
+def test_a_graph_captured_before_does_not_pass_for_a_replay_or_a_recording(device):
+    if device.type != "cuda":
+        pytest.skip("it takes a GPU")
+    case = case_of("qwen3_moe", device)
+    routed, ids = case.routed, case.batch["input_ids"].clone()
+    side, graph = torch.cuda.Stream(), torch.cuda.CUDAGraph()
+    side.wait_stream(torch.cuda.current_stream())
+    try:
+        with torch.no_grad(), torch.cuda.stream(torch.cuda.current_stream()):  # which a failed capture would leave
+            with torch.cuda.stream(side):
+                native = routed.model(input_ids=ids, use_cache=False).logits
+            torch.cuda.current_stream().wait_stream(side)
+            with torch.cuda.graph(graph):
+                logits = routed.model(input_ids=ids, use_cache=False).logits
+    except RuntimeError as error:
+        pytest.skip(f"the unpatched model cannot be captured: {error}")
+    with pytest.raises(ReplayError, match=r"nothing.*replayed"), routed.replay(case.foreign):
+        graph.replay()
+    with routed.record() as recording:
+        graph.replay()
+        with pytest.raises(ReplayError, match=r"nothing.*recorded"):
+            recording.trace()
+    assert distance(logits, native) < NEAR, "the graph is not the model's"

@@ -120,6 +120,15 @@ def check_replays_do_not_nest_and_recordings_go_around_or_inside(framework):
             on.run(BATCH)
     assert inside.trace().equals(trace)
     assert around.trace().equals(concatenate([trace, trace]))
+    before, recording, replay = attributes(on.model).keys(), on.routed.record(), on.routed.replay(trace)
+    recording.__enter__()
+    replay.__enter__()
+    forced = on.loss(BATCH)
+    recording.__exit__(None, None, None)  # in any order
+    assert torch.equal(on.loss(BATCH), forced)
+    replay.__exit__(None, None, None)
+    assert attributes(on.model).keys() == before
+    assert not torch.equal(on.loss(BATCH), forced)
 
 
 def check_a_model_attached_twice_has_one_session_at_a_time(framework):

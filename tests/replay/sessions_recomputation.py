@@ -3,6 +3,7 @@
 import gc
 
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 from foreroute.errors import ReplayError
@@ -97,6 +98,25 @@ def check_a_frozen_model_is_replayed_with_gradients_on_or_off(framework):
         assert torch.equal(replayed(on, trace, BATCH), expected)
         next(reversed(list(on.model.parameters()))).requires_grad_(True)
         assert torch.equal(replayed(on, trace, BATCH), expected)
+
+
+class CountingTopK(TorchDispatchMode):
+    count = 0
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        self.count += function is torch.ops.aten.topk.default
+        return function(*args, **(kwargs or {}))
+
+
+def check_a_recomputation_selects_nothing_anew(framework):
+    """Nobody asks what a router would pick by then, and what runs is what the forward kept."""
+    for recompute in framework.recomputations[1:]:
+        on, trace = prepared(framework, recompute=recompute)
+        with on.routed.replay(trace, telemetry=True), CountingTopK() as selections:
+            loss = on.loss(BATCH)
+            of_forward = selections.count
+            loss.backward()
+        assert selections.count == of_forward >= trace.spec.num_layers, recompute
 
 
 def rows_alive(trace):

@@ -83,3 +83,25 @@ def check_a_backward_of_another_thread_recomputes_its_own_routes(framework):
             loss = on.loss(BATCH)
             assert in_thread(loss.backward) is None
         assert same(on.gradients(), expected), recompute
+
+
+def check_two_threads_that_share_a_model_never_blame_a_kernel(framework):
+    """Each forward is right or refused by the names of the threads, whatever the moments at which they meet."""
+    on = framework.built()
+    alone, outcomes = recorded(on, BATCH), []
+
+    def record():
+        try:
+            outcomes.append(recorded(on, BATCH))
+        except Exception as error:
+            outcomes.append(error)
+
+    other = threading.Thread(target=lambda: [record() for _ in range(12)], name="other")
+    other.start()
+    for _ in range(12):
+        record()
+    other.join(60)
+    refused = [each for each in outcomes if isinstance(each, ReplayError) and "thread '" in str(each)]
+    right = [each for each in outcomes if not isinstance(each, Exception) and each.equals(alone)]
+    assert right
+    assert len(right) + len(refused) == len(outcomes) == 24, outcomes

@@ -11,11 +11,11 @@ import torch
 from numpy.typing import ArrayLike, NDArray
 from torch import Tensor
 
+from foreroute.checks import as_array
 from foreroute.core.passes import Interceptor, Pass, RecordOptions, Rows
 from foreroute.core.routed import NOTHING_RECORDED
 from foreroute.errors import BatchMismatchError, ReplayError
 from foreroute.replay.arguments import kept_by
-from foreroute.replay.rows import to_host
 from foreroute.trace import NO_VERSION, DecisionStream, RoutingSpec, RoutingTrace, concatenate
 
 
@@ -221,9 +221,9 @@ def _tokens_of(sequences: Any, attention_mask: ArrayLike | None) -> list[NDArray
     if isinstance(sequences, list | tuple):
         if attention_mask is not None:
             raise BatchMismatchError("sequences in a list have no padding; give no attention_mask with them")
-        rows = list(map(_as_array, sequences))
+        rows = [as_array(row, name=f"sequence {s}", error=BatchMismatchError) for s, row in enumerate(sequences)]
     else:
-        rows_BT = _as_array(sequences)
+        rows_BT = as_array(sequences, name="sequences", error=BatchMismatchError)
         if rows_BT.ndim != 2:
             raise BatchMismatchError(
                 f"sequences are a {type(sequences).__name__} of shape {rows_BT.shape}; expected integers [B, T], such "
@@ -231,7 +231,7 @@ def _tokens_of(sequences: Any, attention_mask: ArrayLike | None) -> list[NDArray
             )
         rows = list(rows_BT)
         if attention_mask is not None:
-            mask_BT = _as_array(attention_mask)
+            mask_BT = as_array(attention_mask, name="attention_mask", error=BatchMismatchError)
             if mask_BT.shape != rows_BT.shape:
                 raise BatchMismatchError(
                     f"attention_mask is {mask_BT.shape} and the sequences are {rows_BT.shape}; expected the mask of "
@@ -244,10 +244,6 @@ def _tokens_of(sequences: Any, attention_mask: ArrayLike | None) -> list[NDArray
                 f"sequence {s} is {row.dtype} of shape {row.shape}; expected one token at least, integers [T]"
             )
     return [row.astype(np.int64) for row in rows]
-
-
-def _as_array(values: Any) -> NDArray[Any]:
-    return to_host(values) if isinstance(values, Tensor) else np.asarray(values)
 
 
 def _inputs_of(recorded: RoutingTrace, tokens: Sequence[NDArray[np.int64]]) -> RoutingTrace:

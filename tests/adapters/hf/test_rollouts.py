@@ -122,10 +122,11 @@ def test_padding_that_is_counted_as_tokens_is_told(pad, behind, is_told):
             r"attention_mask is \(3, 5\) and the sequences are \(3, 11\); expected the mask of",
         ),
         (lambda o, m: (o[0],), r"sequences are a Tensor of shape \(11,\)"),
+        (lambda o, m: ([[1, [2]], *o[1:]],), "sequence 0, a list, cannot be read as an array"),
         (lambda o, m: ([*o], m), "no padding; give no attention_mask"),
         (lambda o, m: (o.repeat(1, 2), m.repeat(1, 2)), "sequence 0, position 8: token"),
     ],
-    quick=4,
+    quick=5,
 )
 def test_sequences_that_are_not_those_recorded_are_refused(routed, given, message):
     recording, output, mask = sampled(routed, end=[2, 5, 0])

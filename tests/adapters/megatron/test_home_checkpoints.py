@@ -110,6 +110,24 @@ def test_other_formats_are_refused_while_experts_are_away():
         run.trained.optimizer.load_state_dict(run.trained.optimizer.state_dict())
 
 
+@pytest.mark.slow
+@on_ranks(4)
+def test_all_stages_refuse_what_one_cannot_save():
+    """Also one without experts, and one whose experts stay: they would wait for the others in the save."""
+    for moe_layers_of in ([0, 1], [1, 1]):
+        cell = with_settings({"moe_layer_freq": moe_layers_of}, ep=2, pp=2, layers=2)
+        initialize(cell)
+        run = Run(cell, "distributed", seed=0, attached=True)
+        there_LE, metadata = run.routed.block_home_LE.copy(), FORMAT | {"singleton_local_shards": True}
+        there_LE[-1] = there_LE[-1, ::-1]
+        run.routed.move_homes(there_LE, run.trained.optimizer)
+        with pytest.raises(PlacementError, match="singleton_local_shards"):
+            run.model.sharded_state_dict(metadata=metadata)
+        run.model.sharded_state_dict(metadata=FORMAT)
+        run.routed.move_homes(run.routed.block_home_LE, run.trained.optimizer)
+        run.model.sharded_state_dict(metadata=metadata)
+
+
 class Run:
     def __init__(self, cell, kind, seed, attached=False):
         self.cell = cell

@@ -82,11 +82,6 @@ class MovedExperts:
         sharded_offsets: tuple[tuple[int, int, int], ...] = (),
         metadata: dict[str, Any] | None = None,
     ) -> dict[str, Any]:
-        if (metadata or {}).get("singleton_local_shards"):
-            raise PlacementError(
-                f"the experts of {self._site.path} are not where Megatron built them, and singleton_local_shards would "
-                "name each by where it is; set it to False"
-            )
         found: dict[str, Any] = self._sharded_state_dict(
             prefix=prefix, sharded_offsets=sharded_offsets, metadata=metadata
         )
@@ -123,6 +118,33 @@ def set_home(site: ChunkRouter, home_E: NDArray[np.int16], block_home_E: NDArray
         before.remove()
     if not np.array_equal(home_E, block_home_E):
         MovedExperts(site, home_E)
+
+
+def guard_shards(trunk: Any, *, away: bool) -> None:
+    """Have a chunk refuse `singleton_local_shards` while experts of the model, of whichever stage, are away.
+
+    On all ranks alike: one that did not refuse would wait in the collective save for those that did.
+    """
+    guard = trunk.__dict__.get("sharded_state_dict")
+    is_guarded = isinstance(guard, partial) and guard.func is _without_singletons
+    if away and not is_guarded:
+        trunk.__dict__["sharded_state_dict"] = partial(_without_singletons, trunk.sharded_state_dict)
+    elif is_guarded and not away:
+        del trunk.__dict__["sharded_state_dict"]
+
+
+def _without_singletons(
+    inner: Callable[..., Any],
+    prefix: str = "",
+    sharded_offsets: tuple[tuple[int, int, int], ...] = (),
+    metadata: dict[str, Any] | None = None,
+) -> Any:
+    if (metadata or {}).get("singleton_local_shards"):
+        raise PlacementError(
+            "experts of the model are not where Megatron built them, and singleton_local_shards would name each by "
+            "where it is; set it to False"
+        )
+    return inner(prefix=prefix, sharded_offsets=sharded_offsets, metadata=metadata)
 
 
 class OptimizerCheckpoint:

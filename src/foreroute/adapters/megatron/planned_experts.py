@@ -15,7 +15,7 @@ from torch import nn
 
 from foreroute.adapters.megatron.expert_parameters import chained, inspect_experts
 from foreroute.adapters.megatron.flex_kernels import is_flex, places_of_rank
-from foreroute.adapters.megatron.home_placement import OptimizerCheckpoint, moved_experts, set_home
+from foreroute.adapters.megatron.home_placement import OptimizerCheckpoint, guard_shards, moved_experts, set_home
 from foreroute.adapters.megatron.hooks import ChunkHooks
 from foreroute.adapters.megatron.planned_layer import PlannedLayer, objection_to_layer
 from foreroute.adapters.megatron.separate_replicas import RunReplicas, home_parameters, replica_runner
@@ -134,6 +134,8 @@ class PlannedExperts(ExpertParallelModel):
         )
         for row, site in moved:
             set_home(site, after_LE[row], self.block_home_LE[row])
+        for chunk in self._chunks:
+            guard_shards(chunk.trunk, away=not np.array_equal(after_LE, self.block_home_LE))
         for part in [] if optimizer is None else chained(optimizer):
             if part not in self._guarded:
                 OptimizerCheckpoint(part, self._away_LE)

@@ -40,7 +40,6 @@ class PeerGroup:
         assert shared is not None, "torch.distributed has a default group once it is initialised"
         on_nccl = ranks is None and has_nccl(shared)
         self.group = shared if on_nccl else own_group(*along, ranks=ranks, timeout_s=timeout_s)
-        self.timeout_s = _timeout_of(self.group).total_seconds()
         dist.barrier(self.group)
         self.rank = dist.get_rank(self.group)
         self.size = dist.get_world_size(self.group)
