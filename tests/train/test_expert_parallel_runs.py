@@ -3,6 +3,8 @@ message. Never wrong, never hung.
 """
 
 import errno
+import os
+import signal
 from contextlib import nullcontext
 from unittest import mock
 
@@ -14,8 +16,10 @@ from foreroute.capture import load_generation
 from foreroute.engines.embedded import EmbeddedEngine
 from foreroute.errors import ConfigError, DivergedError
 from foreroute.files import container
+from foreroute.testing.ranks import Workers
 from foreroute.train import RunFolder, train
 from foreroute.train.folder import load_checkpoint
+from foreroute.train.loop import Trainer
 from tests.train.expert_parallel_steps import (
     ONE_LAYER,
     Steps,
@@ -200,3 +204,39 @@ def test_ranks_that_were_started_unlike_say_so(workers, tmp_path):
     assert [outcome.kind for outcome in outcomes] == ["ConfigError"] * 2
     assert all("rank 1: rl.learning_rate is 1.0, 0.0006 on rank 0" in outcome.message for outcome in outcomes)
     assert not (tmp_path / "run").exists()
+
+
+def die_behind(module, inputs, output):
+    output.register_hook(lambda _: os.kill(os.getpid(), signal.SIGKILL))
+
+
+def die_in_update(rank, config, folder):
+    """Rank 1 is killed in the second step, in the middle of its backward pass."""
+    update = Trainer.update
+
+    def dying(trainer, *given, **options):
+        if rank == 1 and trainer.step == 1:
+            trainer.policy.model.model.layers[1].input_layernorm.register_forward_hook(die_behind)
+        return update(trainer, *given, **options)
+
+    with mock.patch.object(Trainer, "update", dying):
+        run(rank, config, folder)
+
+
+def test_a_killed_rank_ends_the_other_and_leaves_a_checkpoint(tmp_path):
+    memory = tmp_path / "memory"
+    memory.mkdir()
+    before = set(os.listdir("/dev/shm"))
+    config = run_config(2, checkpoint={"every": 1}, parallel={"shared_memory": str(memory), "timeout_s": 60.0})
+    group = Workers(2, timeout_s=60)
+    try:
+        outcomes = group.outcomes(die_in_update, config, tmp_path / "run")
+    finally:
+        group.close()
+    survivor, dead = outcomes
+    assert dead is None
+    assert survivor.kind == "TransferError", survivor.trace
+    assert "A process died" in survivor.message
+    assert load_checkpoint(path_of(tmp_path / "run", 1))["step"] == 1
+    assert not list(memory.iterdir())
+    assert not [name for name in set(os.listdir("/dev/shm")) - before if "foreroute" in name]
