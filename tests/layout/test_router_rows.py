@@ -1,4 +1,6 @@
-"""Corners of layouts, layouts that cannot be, and the routes that a rank takes by them, with padding filled evenly."""
+"""Random layouts against the oracle, by canaries, which name their place; corners; layouts that cannot be; padding."""
+
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -6,7 +8,7 @@ import pytest
 from foreroute import RoutedLayer, layout
 from foreroute.errors import BatchMismatchError, LayoutError, SpecMismatchError
 from foreroute.layout.rank_rows import block_homes, fill_padding
-from tests.layout.layout_cases import canary_trace
+from tests.layout.layout_cases import canary_trace, decoded, draw_case
 from tests.traces import spec_of
 
 
@@ -19,6 +21,11 @@ def test_nothing_at_all_is_a_layout():
     assert rows_of(layout.pack([]).align_total(8).split_context(2, 0).split_sequence(2, 1)) == []
     assert rows_of(layout.pad([], side="left", order="sbhd").split_sequence(4, 0)) == []
     assert rows_of(layout.pad([0, 0], side="left", order="sbhd")) == []
+
+
+HALVES = [layout.pack([4]).split_context(2, rank).rows() for rank in range(2)]
+TRACE = canary_trace([3], spec_of(num_experts=32))
+IDS, HOMES = np.zeros((2, 1, 3), np.uint8), np.array([[0, 0, 1]])
 
 
 @pytest.mark.parametrize(
@@ -34,52 +41,46 @@ def test_nothing_at_all_is_a_layout():
         (lambda: layout.pad([3], side="left", order="thd"), "expected 'bshd'"),
         (lambda: layout.pad([3, 9], side="left", order="bshd", to=8), "sequence 1 has 9 tokens"),
         (lambda: layout.pad([3], side="left", order="bshd").align_total(8), "give `pad` a width `to`"),
-        (
-            lambda: layout.pack([4, 6]).split_context(2, 0),
-            "sequence 1 of the batch has 6 router rows.*Give pack.align=. 4",
-        ),
+        (lambda: layout.pack([4, 6]).split_context(2, 0), "sequence 1 of .* 6 router rows.*Give pack.align=. 4"),
         (lambda: layout.pad([6], side="left", order="bshd").split_context(2, 0), "Give pad.to=. 4"),
         (lambda: layout.pack([4]).align_total(6).split_context(2, 0), "the tail of the line has 2 router rows"),
         (lambda: layout.pack([8]).split_context(2, 0).split_context(2, 0), "split_context comes before"),
         (lambda: layout.pack([5]).split_sequence(2, 0), "5 router rows do not divide over 2 sequence-parallel ranks"),
+        (lambda: layout.collect([(HALVES[0], np.zeros(2))]), "row 1 arrived 0 times"),
+        (lambda: layout.collect([(half, np.zeros(2)) for half in (*HALVES, HALVES[0])]), "row 0 arrived 2 times"),
+        (lambda: layout.collect([(HALVES[0], np.zeros(3))]), "value.*router"),
+        (lambda: layout.collect([]), "nothing.*collect"),
+        (lambda: fill_padding(IDS, np.ones(2, bool), HOMES[0]), r"expected integers \[1 layers, experts\]"),
+        (lambda: fill_padding(IDS, np.ones(2, bool), HOMES.repeat(2, axis=0)), r"expected integers \[1 layers, exp"),
+        (lambda: fill_padding(IDS, np.ones(2, bool), HOMES * 0.9), r"expected integers \[1 layers, experts\]"),
+        (lambda: fill_padding(IDS, np.ones(2, bool), HOMES[:, 1:]), "3 distinct picks.*2"),
+        (lambda: fill_padding(IDS, np.ones(3, bool), HOMES), "bool.*2 router"),
+        (lambda: fill_padding(IDS, np.array([0, 1]), HOMES), "bool.*2 router"),
+        (lambda: block_homes(6, 4), "6 experts.*divide.*4"),
     ],
 )
-def test_impossible_layouts_are_refused(make, message):
+def test_what_cannot_be_laid_out_collected_or_filled_is_refused(make, message):
     with pytest.raises(LayoutError, match=message):
         make()
 
 
-def test_collect_refuses_missing_and_repeated_ranks():
-    halves = [layout.pack([4]).split_context(2, r).rows() for r in range(2)]
-    values = np.zeros(2)
-    with pytest.raises(LayoutError, match="row 1 arrived 0 times"):
-        layout.collect([(halves[0], values)])
-    with pytest.raises(LayoutError, match="row 0 arrived 2 times"):
-        layout.collect([(halves[0], values), (halves[1], values), (halves[0], values)])
-    with pytest.raises(LayoutError, match=r"value.*router"):
-        layout.collect([(halves[0], np.zeros(3))])
-    with pytest.raises(LayoutError, match=r"nothing.*collect"):
-        layout.collect([])
+def test_a_layout_of_other_rows_or_layers_is_refused():
+    with pytest.raises(SpecMismatchError, match=r"routes.*decoder 9"):
+        layout.take_routes(TRACE, layout.pack([3]).rows(), [RoutedLayer(9)])
+    with pytest.raises(BatchMismatchError, match=r"4 packed.*trace.*3"):
+        layout.take_routes(TRACE, layout.pack([4]).rows())
 
 
 @pytest.mark.parametrize(("num_experts", "dtype"), [(8, np.uint8), (255, np.uint8), (256, np.uint16), (512, np.uint16)])
 def test_missing_routes_are_one_past_the_last_expert(num_experts, dtype):
     trace = canary_trace([2, 2], spec_of(num_experts=num_experts))
-    routes = layout.take_routes(trace, layout.pack(trace.lengths, align=3).rows())
+    rows = layout.pack(trace.lengths, align=3).rows()
+    routes = layout.take_routes(trace, rows)
     assert routes.routed_R.tolist() == [True, False, False, True, False, False]
     assert routes.ids_RLK.dtype == dtype
     assert (routes.ids_RLK[~routes.routed_R] == num_experts).all()
     assert np.array_equal(routes.ids_RLK[routes.routed_R], trace.expert_ids_NLK[[0, 2]])
-
-
-def test_a_layout_of_other_rows_or_layers_is_refused():
-    trace = canary_trace([3], spec_of(num_experts=32))
-    rows = layout.pack(trace.lengths).rows()
-    assert layout.take_routes(trace, rows, []).ids_RLK.shape == (3, 0, 2)
-    with pytest.raises(SpecMismatchError, match=r"routes.*decoder 9"):
-        layout.take_routes(trace, rows, [RoutedLayer(9)])
-    with pytest.raises(BatchMismatchError, match=r"4 packed.*trace.*3"):
-        layout.take_routes(trace, layout.pack([4]).rows())
+    assert layout.take_routes(trace, rows, []).ids_RLK.shape == (6, 0, 2)
 
 
 @pytest.mark.parametrize("seed", range(25))
@@ -103,17 +104,79 @@ def test_padding_is_distinct_and_even_over_experts_and_ranks(seed):
         assert np.ptp(np.bincount(homes[layer], weights=loads, minlength=ep)) <= 1
 
 
-def test_impossible_fills_are_refused():
-    ids = np.zeros((2, 1, 3), np.uint8)
-    homes = np.array([[0, 0, 1]])
-    for wrong in (homes[0], homes.repeat(2, axis=0), homes * 0.9):
-        with pytest.raises(LayoutError, match=r"expected integers \[1 layers, experts\]"):
-            fill_padding(ids, np.ones(2, bool), wrong)
-    with pytest.raises(LayoutError, match=r"3 distinct picks.*2"):
-        fill_padding(ids, np.ones(2, bool), homes[:, 1:])
-    with pytest.raises(LayoutError, match=r"bool.*2 router"):
-        fill_padding(ids, np.ones(3, bool), homes)
-    with pytest.raises(LayoutError, match=r"bool.*2 router"):
-        fill_padding(ids, np.array([0, 1]), homes)
-    with pytest.raises(LayoutError, match=r"6 experts.*divide.*4"):
-        block_homes(6, 4)
+SEEDS, SHARDS = range(60), 4
+"""Each form is among these with each side; with those of the slow tests, with each number of ranks too."""
+
+
+@pytest.mark.parametrize(
+    "seeds",
+    [
+        SEEDS,
+        pytest.param(range(60, 180), marks=pytest.mark.slow),
+        *(pytest.param(range(180 + n, 2400, SHARDS), marks=pytest.mark.exhaustive) for n in range(SHARDS)),
+    ],
+)
+def test_every_rank_gets_the_rows_of_the_oracle_and_gives_them_back_in_packed_order(seeds):
+    num_collected = 0
+    for seed in seeds:
+        case = draw_case(seed)
+        canary = canary_trace(case.lengths, case.spec, last_absent=seed % 2 == 0)
+        layers = case.spec.layers[seed % 3 :] or case.spec.layers
+        plans = []
+        for sequences in case.batches:
+            for ranks in case.ranks():
+                plans.append(case.plan(sequences, *ranks))
+                expected = places(case, canary, case.expected(sequences, *ranks), layers)
+                seen = seen_places(canary, plans[-1], layers)
+                assert np.array_equal(seen, expected), (seed, case, sequences, ranks)
+        if sorted(s for batch in case.batches for s in batch) == list(range(len(case.lengths))):
+            collected = layout.collect([(each, each.packed_row_R * 7) for each in plans])
+            assert collected.tolist() == [7 * n for n in range(sum(case.lengths))], seed
+            num_collected += 1
+    assert num_collected >= len(seeds) // 2
+
+
+# The mistakes of integrations: each lays out the case, or the share of (context rank, sequence rank), otherwise.
+MISTAKES = {
+    "batch first for sequence first": lambda c, r: (replace(c, form="bshd" if c.form == "sbhd" else "sbhd"), r),
+    "right for left padding": lambda c, r: (replace(c, side="left" if c.side == "right" else "right"), r),
+    "context and sequence ranks swapped": lambda c, r: (c, r[::-1]),
+    "another alignment": lambda c, r: (replace(c, align=2 * c.align), r),
+    "sequences in another order": lambda c, r: (replace(c, batches=tuple(b[::-1] for b in c.batches)), r),
+}
+
+
+@pytest.mark.parametrize("mistake", MISTAKES)
+def test_a_mistaken_layout_is_seen(mistake):
+    """Negative control: wherever a mistake moves a cell of the oracle, canaries tell the layouts apart."""
+    moved = 0
+    for seed in range(80):
+        case = replace(draw_case(seed), cp=2, tp=2, align=8, total=(8, 2))
+        case = replace(case, form="sbhd" if seed % 2 else case.form)
+        wrong, wrong_ranks = MISTAKES[mistake](case, (1, 0))
+        canary = canary_trace(case.lengths, case.spec, last_absent=False)
+        for sequences, wrong_sequences in zip(case.batches, wrong.batches, strict=True):
+            cells = case.expected(sequences, 1, 0)
+            seen = seen_places(canary, wrong.plan(wrong_sequences, *wrong_ranks), case.spec.layers)
+            is_right = cells == wrong.expected(wrong_sequences, *wrong_ranks)
+            assert np.array_equal(seen, places(case, canary, cells, case.spec.layers)) == is_right, (seed, mistake)
+            moved += not is_right
+    assert moved >= 20, f"{mistake} moved cells in only {moved} layouts, which controls little"
+
+
+def seen_places(canary, rank_rows, layers):
+    """[R, L, 3], what a rank's routers would replay, decoded; the mask and the picks must agree on what is missing."""
+    routes = layout.take_routes(canary, rank_rows, layers)
+    places = decoded(canary, routes.ids_RLK)
+    assert np.array_equal((places >= 0).all(axis=-1), np.broadcast_to(routes.routed_R[:, None], places.shape[:2]))
+    return places
+
+
+def places(case, canary, cells, layers):
+    """[R, L, 3], the same from the oracle's cells."""
+    columns = [case.spec.layers.index(layer) for layer in layers]
+    listed = []
+    for cell in cells:
+        routed = cell is not None and bool(canary.valid_N[canary.offsets[cell[0]] + cell[1]])
+        listed.append([(*cell, column) if routed else (-1, -1, -1) for column in columns])
+    return np.array(listed, dtype=np.int64).reshape(len(cells), len(columns), 3)
