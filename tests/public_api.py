@@ -58,7 +58,6 @@ def public_members(owner: griffe.Class) -> list[griffe.Object]:
 
 
 def member_line(member: griffe.Object) -> str:
-    """One member of a class."""
     if member.is_function:
         return f"    def {member.name}{signature(member)}"
     return f"    {member.name}{f': {member.annotation}' if member.annotation else ''}"
@@ -70,12 +69,10 @@ def signature(function: griffe.Function) -> str:
 
 
 def target(member: griffe.Object | griffe.Alias) -> griffe.Object:
-    """What a name stands for."""
     return member.final_target if member.is_alias else member
 
 
 def public_api(found: list[griffe.Module]) -> str:
-    """All lines."""
     listed: set[str] = set()
     return "".join(f"{line}\n" for room in found for line in lines_of(room, listed))
 

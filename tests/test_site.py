@@ -1,14 +1,10 @@
 """Lists of pages are those of the code, and links between files of the repository lead somewhere."""
 
-import ast
 import re
 import tomllib
 from pathlib import Path
 
-import pytest
-
 from foreroute.cli.main import app
-from tests.source_nodes import source_nodes
 
 ROOT = Path(__file__).parents[1]
 LINK = re.compile(r"\]\(([^)#\s]+)(?:#[^)]*)?\)")
@@ -50,38 +46,3 @@ def test_the_map_of_rooms_is_that_of_the_import_rule():
     wide = {"train": "train simulate conformance", "capture": "capture replay planner records"}
     expected = [re.findall(r"\w+", layer) for layer in contract]
     assert [wide.get(floor[0], " ".join(floor)).split() for floor in floors] == expected
-
-
-def error_classes():
-    """Names of `ForerouteError` and of all public classes below it."""
-    classes = [
-        node for _, nodes in source_nodes() for node in nodes if isinstance(node, ast.ClassDef) and node.name[0] != "_"
-    ]
-    found, before = {"ForerouteError"}, set()
-    while found != before:
-        before = set(found)
-        found |= {node.name for node in classes if before & {ast.unparse(base) for base in node.bases}}
-    return found
-
-
-def messages():
-    """Every text of the package that is no docstring; what f-strings fill in divides one."""
-    every = [node for _, nodes in source_nodes() for node in nodes]
-    documentation = {id(node.value) for node in every if isinstance(node, ast.Expr)}
-    texts = [node for node in every if isinstance(node, ast.Constant) and isinstance(node.value, str)]
-    return "\n".join(node.value for node in texts if id(node) not in documentation)
-
-
-def faults_of_remedies(page, classes, texts):
-    """Classes without a remedy or unknown, and quotations of no message."""
-    sections = re.findall(r"^### (\w+)$(.*?)(?=^##|\Z)", page, re.MULTILINE | re.DOTALL)
-    remedied = {name for name, text in sections if re.search(r"\*\*Do:\*\*\s+\S", text)}
-    quoted = re.findall(r'^> "(.+)"$', page, re.MULTILINE)
-    return sorted(classes ^ remedied), [quotation for quotation in quoted if quotation not in texts]
-
-
-@pytest.mark.slow
-def test_every_error_has_its_remedy_and_every_quotation_is_of_a_message():
-    page, classes, texts = (ROOT / "docs" / "errors.md").read_text(), error_classes(), messages()
-    assert faults_of_remedies(page, classes, texts) == ([], [])
-    assert faults_of_remedies(page.replace("### LayoutError\n", ""), classes, texts)[0] == ["LayoutError"]

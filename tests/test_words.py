@@ -1,12 +1,12 @@
-"""Words that the house no longer uses stay away from pages, docstrings and messages, and prose from tests of errors."""
+"""Words that the house no longer uses, names that two things would share, errors without a remedy: there are none."""
 
 import ast
 import re
+from collections import defaultdict
+from functools import cache
 from pathlib import Path
 
 import pytest
-
-from tests.source_nodes import source_nodes
 
 ROOT = Path(__file__).parents[1]
 INSTEAD = {
@@ -25,28 +25,29 @@ INSTEAD = {
 }
 
 
+@cache
+def source_nodes():
+    """Each module, as a path below `src`, with all its nodes."""
+    return [
+        (path.relative_to(ROOT / "src"), [*ast.walk(ast.parse(path.read_text(encoding="utf-8")))])
+        for path in sorted((ROOT / "src").rglob("*.py"))
+    ]
+
+
 def fences_away(page):
     return re.sub(r"^```.*?^```$", "", page, flags=re.MULTILINE | re.DOTALL)
 
 
-def texts():
-    """Place -> text, of every page, and of every string of the sources."""
-    for page in [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]:
-        yield page.relative_to(ROOT), fences_away(page.read_text(encoding="utf-8"))
+def test_words_are_gone():
+    """From every page, and from every string of the sources."""
+    pages = [ROOT / "README.md", *(ROOT / "docs").rglob("*.md")]
+    texts = [(page, fences_away(page.read_text(encoding="utf-8"))) for page in pages]
     for path, nodes in source_nodes():
-        for node in nodes:
-            if isinstance(node, ast.Constant) and isinstance(node.value, str):
-                yield f"{path}:{node.lineno}", node.value
-
-
-@pytest.fixture(scope="module")
-def all_texts():
-    return list(texts())
-
-
-@pytest.mark.parametrize("word", INSTEAD)
-def test_a_word_is_gone(all_texts, word):
-    assert not [place for place, text in all_texts if re.search(word, text, re.IGNORECASE if word[0] == "\\" else 0)]
+        strings = [node for node in nodes if isinstance(node, ast.Constant) and isinstance(node.value, str)]
+        texts += [(f"{path}:{node.lineno}", node.value) for node in strings]
+    for word in INSTEAD:
+        how = re.IGNORECASE if word[0] == "\\" else 0
+        assert not [place for place, text in texts if re.search(word, text, how)], word
 
 
 def test_words_are_seen_where_they_stand():
@@ -95,7 +96,52 @@ def test_errors_are_matched_by_their_class_and_key_words():
         for place in prose_in_matches(ast.parse(test.read_text(encoding="utf-8")))
     ]
     assert not found
-    planted = (
-        'pytest.raises(E, match="the trace has 3 rows, and not so many")\npytest.raises(E, match=r"trace.*3 rows")'
-    )
+    planted = 'pytest.raises(E, match="the trace has 3 rows, not 4")\npytest.raises(E, match=r"trace.*3 rows")'
     assert [line for line, _ in prose_in_matches(ast.parse(planted))] == [1]
+
+
+def test_every_folder_with_modules_of_the_tests_is_a_package():
+    """A module of another folder would be imported under its bare name, where it may hide one or be hidden."""
+    folders = {path.parent.relative_to(ROOT) for path in (ROOT / "tests").rglob("*.py")}
+    assert not [each for each in folders if "fake" not in each.parts and not (ROOT / each / "__init__.py").exists()]
+
+
+def test_no_two_public_classes_share_a_name():
+    where = defaultdict(list)
+    for path, nodes in source_nodes():
+        for node in nodes:
+            if isinstance(node, ast.ClassDef) and not node.name.startswith("_"):
+                where[node.name].append(f"{path}:{node.lineno}")
+    assert {name: places for name, places in where.items() if len(places) > 1} == {}
+
+
+def error_classes():
+    """Names of `ForerouteError` and of all public classes below it."""
+    classes = [
+        node for _, nodes in source_nodes() for node in nodes if isinstance(node, ast.ClassDef) and node.name[0] != "_"
+    ]
+    found, before = {"ForerouteError"}, set()
+    while found != before:
+        before = set(found)
+        found |= {node.name for node in classes if before & {ast.unparse(base) for base in node.bases}}
+    return found
+
+
+def faults_of_remedies(page, classes, texts):
+    """Classes without a remedy or unknown, and quotations of no message."""
+    sections = re.findall(r"^### (\w+)$(.*?)(?=^##|\Z)", page, re.MULTILINE | re.DOTALL)
+    remedied = {name for name, text in sections if re.search(r"\*\*Do:\*\*\s+\S", text)}
+    quoted = re.findall(r'^> "(.+)"$', page, re.MULTILINE)
+    return sorted(classes ^ remedied), [quotation for quotation in quoted if quotation not in texts]
+
+
+@pytest.mark.slow
+def test_every_error_has_its_remedy_and_every_quotation_is_of_a_message():
+    page, classes = (ROOT / "docs" / "errors.md").read_text(), error_classes()
+    every = [node for _, nodes in source_nodes() for node in nodes]
+    documentation = {id(node.value) for node in every if isinstance(node, ast.Expr)}
+    strings = [node for node in every if isinstance(node, ast.Constant) and isinstance(node.value, str)]
+    # what f-strings fill in divides a message
+    texts = "\n".join(node.value for node in strings if id(node) not in documentation)
+    assert faults_of_remedies(page, classes, texts) == ([], [])
+    assert faults_of_remedies(page.replace("### LayoutError\n", ""), classes, texts)[0] == ["LayoutError"]

@@ -1,10 +1,13 @@
-"""What the cells measure, on a model that is trained in a second."""
+"""What the cells measure, on a model that is trained in a second, and which results count."""
+
+import json
 
 import pytest
 
-from experiments import training
+from experiments import cells, training
 from experiments.cells import Cell
-from experiments.models import merged
+from experiments.models import base_values, merged
+from experiments.runner import current
 from experiments.starts import started
 from experiments.static import run_static
 from experiments.training import run_training
@@ -53,3 +56,22 @@ def test_shifted_routes_reach_the_trainer_and_diverged_runs_are_results(start, m
     monkeypatch.setattr(training, "train", diverging)
     found = run_training(cell("train", rl=rl), small(), start)
     assert (found["diverged"], found["collapsed_at"]) == (True, 1)
+
+
+def work(cell):
+    digest = cell.settings_digest(base_values(cell.start))  # the other one loads torch
+    return {"cell": cell.name, "digest": digest, "arm": cell.arm, "seed": 0, "processor_s": 0.0}
+
+
+@pytest.mark.parametrize("is_early", [True, False])
+def test_a_cell_whose_settings_changed_has_no_result(tmp_path, is_early):
+    results = tmp_path / "results.jsonl"
+    cell = Cell("T/0", "train", 0, "moe", {"rl": {"steps": 3}})
+    line = work(cell)
+    if not is_early:
+        line |= {"digest": cell.digest(base_values("moe")), "trainer": cells.TRAINER_VERSION}
+    results.write_text(json.dumps(line) + "\n")
+    assert set(current([cell], results)) == {"T/0/0"}
+    assert not current([Cell("T/0", "train", 0, "moe", {"rl": {"steps": 4}})], results)
+    assert not current([Cell("T/0", "train", 0, "long", {"rl": {"steps": 3}})], results)
+    assert not current([Cell("T/0", "train", 0, "moe", {"rl": {"steps": 3}}, shifted=True)], results)

@@ -1,4 +1,4 @@
-"""Plans survive the disk; damaged files are refused or give the same plan."""
+"""Plans survive the disk, damaged files do not; of changed plans those pass that brute force takes."""
 
 import json
 from dataclasses import replace
@@ -7,10 +7,13 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from foreroute.errors import PlanError
+from foreroute.errors import ConfigError, CountsError, PlanError
+from foreroute.layout import pack_sequences
+from foreroute.plan import PlanOptions, Topology
 from foreroute.plan.checker import verify
 from foreroute.plan.plan_file import PLAN_FILE, load_plan, plan_content, plan_from_bytes, plan_to_bytes, save_plan
-from tests.plan.random_plans import LINKS, changed, small_case
+from tests.plan.random_plans import LINKS, changed, random_counts, random_plan, small_case, with_arrays
+from tests.tiers import grid
 from tests.trace.forging import STAIRCASE
 
 
@@ -119,3 +122,138 @@ def test_bytes_that_are_no_plan_are_refused():
         with pytest.raises(PlanError, match=r"plan.*another"):
             plan_from_bytes(content)
     assert equal(plan_from_bytes(VERSION_8.read_bytes()), load_plan(VERSION_8))
+
+
+def test_valid_plans_pass():
+    for seed in range(40):
+        plan, counts = small_case(seed, slots=seed % 4, moves=seed % 3 * 2, keep=seed % 2 * 0.7)
+        verify(plan, counts)
+        verify(plan, counts.astype(np.int32))
+    for shape in ((2, 1, 1, 4), (1, 1, 2, 2), (3, 2, 8, 8)):
+        for counts in (random_counts(3, shape), np.zeros(shape, np.int64)):
+            verify(random_plan(counts, Topology(shape[2], 1, 1, LINKS)), counts)
+
+
+CORRUPTIONS = {
+    "bound above": (lambda p: changed(p, "bound_ML", (2, 0), 1e9), "micro-step 2, layer 0: the bound is 1000000000.0"),
+    "bound is no number": (lambda p: changed(p, "bound_ML", (0, 0), np.nan), "the bound is nan"),
+    "previous homes uneven": (lambda p: changed(p, "previous_home_LE", (0, 3), 2), "previous_home_LE: in layer 0"),
+    "other digest": (lambda p: replace(p, counts_digest="0" * 32), "was made for counts with digest 000"),
+    "dtype": (lambda p: with_arrays(p, tokens_RG=p.hosts.tokens_RG.astype(np.int64)), "tokens_RG is int64.*I32"),
+    "other ranks": (lambda p: replace(p, topology=Topology(8, 2, 2, LINKS)), "tokens_RG is of 4 source ranks"),
+}
+
+
+@pytest.mark.parametrize("kind", CORRUPTIONS)
+def test_what_is_wrong_is_named(kind):
+    corrupt, message = CORRUPTIONS[kind]
+    plan, counts = small_case(2, keep=0.6)
+    verify(plan, counts)
+    with pytest.raises((PlanError, CountsError), match=message):
+        verify(corrupt(plan), counts)
+
+
+def test_other_counts_are_refused():
+    plan, counts = small_case(5)
+    other = counts.copy()
+    other[1, 1, 1, 1] += 1
+    packed = replace(plan, packing=pack_sequences([3] * 12, 4, 3), tokens_digest="0" * 32)
+    for given, wrong, words in ((plan, other, r"plan.*counts"), (packed, other, r"packing\.sequences")):
+        with pytest.raises(CountsError, match=words):
+            verify(given, wrong)
+
+
+def test_options_bind():
+    plan, counts = small_case(6, moves=4, keep=0.6)
+    moved = int((plan.home_LE != plan.previous_home_LE).sum(axis=1).max())
+    verify(plan, counts, PlanOptions(home_moves=moved))
+    for options, words in (
+        (PlanOptions(home_moves=moved - 1), f"{moved} homes move; the budget is {moved - 1}"),
+        (PlanOptions(home_moves=None, replicas=False), r"plan.*replicas"),
+        (PlanOptions(home_moves=None, slots="shared"), r"layer.*shared"),
+    ):
+        with pytest.raises(PlanError, match=words):
+            verify(plan, counts, options)
+
+
+def test_a_plan_for_shared_slots_fetches_everything():
+    plan, counts = small_case(6, keep=0.6)
+    everything = with_arrays(plan, fetched_R=np.ones_like(plan.hosts.fetched_R))
+    verify(replace(everything, slots="shared"), counts)
+    with pytest.raises(PlanError, match=r"shared.*nothing"):
+        verify(replace(plan, slots="shared"), counts)
+    with pytest.raises(PlanError, match=r"holds.*already"):
+        verify(everything, counts)
+
+
+@grid("most", [30, 1], ids=["tokens", "no tokens"], quick=1)
+def test_refuses_exactly_what_brute_force_refuses(most):
+    """Where no tokens are, loads tell nothing, and the rules of places alone do."""
+    rng, counts = np.random.default_rng(0), random_counts(7, (3, 2, 4, 8), most)
+    plan = random_plan(counts, Topology(4, 2, 2, LINKS), seed=7, keep=0.6)
+    names = ["expert_R", "rank_R", "slot_R", "fetched_R", "tokens_RG", "home_LE", "max_load_ML", "offsets"]
+    valid = 0
+    for _ in range(300):
+        name = rng.choice(names)
+        array = plan.tensors[name]
+        place = tuple(int(rng.integers(n)) for n in array.shape)
+        value = not array[place] if name == "fetched_R" else array[place] + rng.choice([-2, -1, 1, 2])
+        other = changed(plan, name, place, value)
+        try:
+            verify(other, counts)
+        except PlanError:
+            assert not _is_valid(other, counts)
+        else:
+            assert _is_valid(other, counts)
+            valid += 1
+    assert 0 < valid < 100
+
+
+def _is_valid(plan, counts):
+    """What the contract says, assignment by assignment."""
+    offsets = plan.hosts.offsets
+    if offsets[0] != 0 or offsets[-1] != len(plan.hosts.expert_R) or (np.diff(offsets) < 0).any():
+        return False
+    if any(sorted(home_E) != sorted(np.arange(8) // 2) for home_E in plan.home_LE):
+        return False
+    held = {}
+    return all(_is_valid_cell(plan, counts, held, *cell) for cell in np.ndindex(plan.shape[:2]))
+
+
+def _is_valid_cell(plan, counts, held, m, layer):
+    cell = plan.cell(m, layer)
+    ranks_of = {expert: [home] for expert, home in enumerate(cell.home_E)}
+    places = set()
+    for expert, rank, slot, fetched in zip(cell.expert_R, cell.rank_R, cell.slot_R, cell.fetched_R, strict=True):
+        if rank not in range(4) or slot not in range(2) or expert not in ranks_of or rank in ranks_of[expert]:
+            return False
+        if (held.get((layer, rank, slot)) == expert) == fetched:
+            return False
+        held[layer, rank, slot] = expert
+        places.add((rank, slot))
+        ranks_of[expert].append(rank)
+    loads_G = np.zeros(4, int)
+    for expert, source in np.ndindex(8, 4):
+        given = {cell.rank_R[i]: cell.tokens_RG[i, source] for i in np.flatnonzero(cell.expert_R == expert)}
+        home_serves = counts[m, layer, source, expert] - sum(given.values())
+        if home_serves < 0 or min(given.values(), default=0) < 0:
+            return False
+        loads_G[cell.home_E[expert]] += home_serves
+        for rank, tokens in given.items():
+            loads_G[rank] += tokens
+    return len(places) == len(cell.expert_R) and loads_G.max() == plan.max_load_ML[m, layer]
+
+
+@pytest.mark.parametrize(
+    ("wrong", "message"),
+    [
+        ({"tolerance": 1}, "tolerance is 1; expected a share"),
+        ({"threads": True}, "threads is True; expected a whole number from 1 to"),
+        ({"slots": "both"}, "slots is 'both'; expected 'layer' or 'shared'"),
+        ({"packing": "tokens"}, "packing is 'tokens'; expected 'length' or 'routes'"),
+        ({"traffic": True, "replicas": False}, "traffic is on with replicas=False"),
+    ],
+)
+def test_impossible_options_are_refused(wrong, message):
+    with pytest.raises(ConfigError, match=message):
+        PlanOptions(**wrong)

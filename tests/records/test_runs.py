@@ -1,12 +1,18 @@
-"""Run folders: what is read, what is forgiven, and what is refused with the place and the remedy."""
+"""Run folders: what is read, forgiven and refused; alarms over hand-made series, and when each goes off."""
 
 import json
+import math
 from dataclasses import replace
+from statistics import fmean
 
 import pytest
+from hypothesis import example, given
+from hypothesis import strategies as st
 
 from foreroute.errors import RunFolderError
+from foreroute.records import Alarm, StepRecord, alarms
 from foreroute.records.runs import parse_step, read_run
+from foreroute.records.step_record import ImportanceRecord, MismatchRecord
 from tests.report.report_runs import config, step_line, write_run
 from tests.train.small_runs import small_config, trainer_of
 
@@ -106,3 +112,127 @@ def test_what_a_trainer_writes_is_read_whole():
     line = json.dumps(record.to_json()).encode()
     assert parse_step(line) == record
     assert {"mismatch", "importance", "informative_share", "device", "margins_LB"} <= json.loads(line).keys()
+
+
+def record(step, *, reward=None, loss=None, f2=None, disagreement=None, live_agreement=None, effective_share=None):
+    """A step of a run without replay that measured these figures."""
+    f2, disagreement = (math.nan if value is None else value for value in (f2, disagreement))
+    shares = [] if effective_share is None else [ImportanceRecord(effective_share=effective_share, cut_share=0.0)]
+    side = MismatchRecord(k3=0.0, f2=f2, differing_share=disagreement, differing_tokens_share=0.0)
+    return StepRecord(
+        step=step,
+        reward_mean=reward,
+        loss=loss,
+        trained_with="native",
+        mismatch={"native": side},
+        live_agreement=None if live_agreement is None else [live_agreement],
+        importance=next(iter(shares), None),
+    )
+
+
+def first_alarm(**series):
+    """The first step with alarms, and these, for series of equal length by name."""
+    history = []
+    for step, values in enumerate(zip(*series.values(), strict=True)):
+        history.append(record(step, **dict(zip(series, values, strict=True))))
+        if found := alarms(history):
+            return step, found
+    return None
+
+
+@given(st.lists(st.tuples(st.integers(-4, 16), st.integers(1, 25)), min_size=1, max_size=6))
+@example([(12, 30), (0, 30)])
+@example([(12, 30), (6, 30)])  # half is not below half
+@example([(12, 30), (0, 10), (12, 20)])  # low for nine means only
+@example([(-16, 30), (-48, 30)])  # no half of what is below zero
+@example([(13, 9), (0, 9)])  # no ten steps in a mean, then no ten means
+def test_the_collapse_rule_is_its_definition(stretches):
+    """Against the definition written out in loops, on rewards in sixteenths, whose sums are exact."""
+    rewards = [value / 16 for value, steps in stretches for _ in range(steps)]
+    low, largest, expected = 0, -math.inf, None
+    for end in range(9, len(rewards)):
+        mean = sum(rewards[end - 9 : end + 1]) / 10
+        largest = max(largest, mean)
+        low = low + 1 if largest > 0 and mean < 0.5 * largest else 0
+        if low >= 10 and expected is None:
+            alarm = Alarm(kind="collapse", since=end - low + 1 - 9, value=mean, threshold=0.5 * largest)
+            expected = (end, [alarm])
+    assert first_alarm(reward=rewards) == expected
+
+
+@pytest.mark.parametrize(("lost", "at"), [(math.nan, 0), (-math.inf, 29)])
+def test_a_step_without_a_reward_silences_no_collapse(lost, at):
+    """No response of a step got a reward: that step is left out of the means, and all after it are as they were."""
+    rewards = [0.75] * 30 + [0.0] * 30
+    step, [alarm] = first_alarm(reward=[*rewards[:at], lost, *rewards[at:]])
+    whole, [expected] = first_alarm(reward=rewards)
+    assert (step, alarm.since) == (whole + 1, expected.since + (at <= expected.since))
+    assert (alarm.value, alarm.threshold) == (expected.value, expected.threshold)
+
+
+@pytest.mark.parametrize("loss", [math.nan, -math.inf])
+def test_a_loss_that_is_not_finite_is_a_collapse_at_once(loss):
+    step, [alarm] = first_alarm(loss=[0.1, loss], reward=[0.5, 0.5])
+    assert (step, alarm.kind, alarm.since) == (1, "collapse", 1)
+
+
+@pytest.mark.parametrize(
+    ("signal", "kind", "good", "bad", "steps_until"),
+    [
+        ("f2", "f2", 0.01, 0.2, 4),
+        ("live_agreement", "stale_routes", 1.0, 0.5, 2),
+        ("effective_share", "effective_share", 0.9, 0.2, 5),
+        ("disagreement", "disagreement", 0.08, 0.4, 2),
+    ],
+)
+def test_early_warnings(signal, kind, good, bad, steps_until):
+    values = [good] * 20 + [bad] * 10
+    limit = {"f2": 0.1, "stale_routes": 0.88, "effective_share": 0.5, "disagreement": 2 * 0.08}[kind]
+    passed = [end for end in range(9, 30) if (fmean(values[end - 9 : end + 1]) - limit) * (bad - good) > 1e-9]
+    assert passed[0] == 20 + steps_until
+    step, [alarm] = first_alarm(**{signal: values})
+    assert (step, alarm.kind, alarm.since) == (passed[0], kind, passed[0] - 9)
+    assert alarm.threshold == pytest.approx(limit)
+    assert alarm.value == pytest.approx(fmean(values[step - 9 : step + 1]))
+    assert first_alarm(**{signal: [good] * 40}) is None
+    assert first_alarm(**{signal: [bad] * 9}) is None
+    assert first_alarm(disagreement=[0.01] * 10 + [0.09] * 30) is None, "far below what healthy models show"
+
+
+def test_what_is_measured_now_and_then_is_averaged_over_measurements():
+    """F(2) every fifth step: the tenth measurement is of step 45, and the alarm stays on until the next one."""
+    values = [0.2 if step % 5 == 0 else None for step in range(50)]
+    step, [alarm] = first_alarm(f2=values)
+    assert (step, alarm.since) == (45, 0)
+    assert alarms([record(s, f2=v) for s, v in enumerate(values)]) == [alarm]
+
+
+def test_figures_are_those_of_the_routes_that_a_step_trained_with():
+    """F(2) judges the side that trains, and disagreement always the trainer's own routes."""
+    close = MismatchRecord(k3=0.0, f2=0.01, differing_share=0.0, differing_tokens_share=0.0)
+
+    def step_of(step):
+        return record(step, f2=0.3, disagreement=0.05 if step < 10 else 0.4)
+
+    # of several mini-batches the last
+    assert [alarm.value for alarm in alarms([StepRecord(step=n, live_agreement=[1.0, 0.5]) for n in range(10)])] == [
+        0.5
+    ]
+    for trained_with, kinds in (
+        ("native", {"f2", "disagreement"}),
+        ("replayed", {"disagreement"}),
+        (None, {"disagreement"}),
+    ):
+        history = [
+            step_of(step).model_copy(
+                update={"trained_with": trained_with, "mismatch": step_of(step).mismatch | {"replayed": close}}
+            )
+            for step in range(30)
+        ]
+        assert {alarm.kind for alarm in alarms(history)} == kinds
+
+
+@pytest.mark.parametrize(("share", "seen"), [(math.nan, 0.0), (0.0, None)])
+def test_weights_without_a_finite_effective_share_leave_no_sample_and_no_tokens_none(share, seen):
+    found = alarms([record(step, effective_share=share) for step in range(10)])
+    assert [alarm.value for alarm in found] == ([] if seen is None else [seen])
