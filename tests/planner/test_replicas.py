@@ -38,27 +38,16 @@ def _all_choices(demand_E, home_E, num_ranks, slots=1):
     return replicas_C, least_loads(demand_E, hosts_CE, num_ranks)
 
 
-@pytest.fixture(scope="module")
-def small_cells():
-    """Counts of 20 cells of 4 ranks, and what every choice of replicas can reach in each."""
-    counts = skewed_counts(1, (20, 1, 4, 8))
-    home_E = np.repeat(np.arange(4), 2)
-    return counts, [_all_choices(cell.sum(axis=0), home_E, 4) for cell in counts[:, 0]]
-
-
-def test_balance_is_the_best_of_all_choices(small_cells):
-    counts, choices = small_cells
-    found = plan(counts, Topology(4, 4, 1, LINKS), EXACT).max_load_ML[:, 0]
+def test_balance_is_the_best_and_replicas_the_fewest_of_all_choices():
+    """In 20 cells of 4 ranks."""
+    counts, topology = skewed_counts(1, (20, 1, 4, 8)), Topology(4, 4, 1, LINKS)
+    choices = [_all_choices(cell.sum(axis=0), np.repeat(np.arange(4), 2), 4) for cell in counts[:, 0]]
+    found = plan(counts, topology, EXACT).max_load_ML[:, 0]
     best = np.array([load_C.min() for _, load_C in choices])
     assert (found >= best).all()
     assert (found == best).mean() >= 0.9
     assert found.sum() <= best.sum() * 1.002
-
-
-def test_replicas_are_the_fewest_of_all_choices(small_cells):
-    counts, choices = small_cells
-    options = PlanOptions(tolerance=0.1, slots="shared")
-    found = plan(counts, Topology(4, 4, 1, LINKS), options)
+    found = plan(counts, topology, PlanOptions(tolerance=0.1, slots="shared"))
     targets = np.ceil(counts.sum(axis=(1, 2, 3)) * 1.1 / 4)
     reached, fewest = 0, 0
     for m, (replicas_C, load_C) in enumerate(choices):

@@ -32,10 +32,6 @@ def _window(counts_MGE, topology, costs):
     return Window(counts, attention_M2, topology.redundant_slots, costs.prices(topology))
 
 
-def _homes_alone(counts_GE, topology):
-    return CellPlan.homes_only(topology.contiguous_home_E(counts_GE.shape[1]), len(counts_GE))
-
-
 @grid("pay_off", [True, False], quick=1)
 def test_steps_are_valid_and_never_slower(pay_off):
     """Than balanced plans of as many slots, and than static, whatever a fetch costs, in kept slots and shared ones."""
@@ -118,7 +114,7 @@ def test_near_the_best_of_all_steps(ranks, slots):
         links = replace(LINKS, cluster_bytes_per_s=(45e9, 10e9, 2e9)[seed % 3])
         topology = Topology(ranks, 1, slots, links)
         costs = replace(COSTS, dispatcher=("copies", "dedup")[seed % 2])
-        alone = [_homes_alone(counts_GE, topology) for counts_GE in counts_MGE]
+        alone = [CellPlan.homes_only(topology.contiguous_home_E(6), ranks)] * len(counts_MGE)
         found = _window(counts_MGE, topology, costs).against_traffic(alone, 2.0)
         found_s, static_s = (
             sum(_seconds(cell, counts_GE, topology, costs) for cell, counts_GE in zip(cells, counts_MGE, strict=True))
