@@ -42,46 +42,38 @@ def test_a_link_of_a_preset_does_not_outrun_that_of_a_file_in_silence(links, lef
 
 
 @pytest.mark.parametrize(
-    ("hardware", "links", "told"),
+    ("changes", "told"),
     [
-        *(({"preset": name}, {}, None) for name in HARDWARE),
-        ({"preset": "h100", "gemm_flops_per_s": 6e11}, {}, r"gemm_flops_per_s is 6e\+11, and GPUs reach 1e\+12"),
-        ({"preset": "h100", "memory_bytes_per_s": 3e15}, {}, "memory_bytes_per_s"),
-        ({"preset": "h100", "gemm_flops_per_s": 6e9, "memory_bytes_per_s": 3e9, "tile_rows": 1}, {}, None),
-        ({"preset": "h100"}, {"node_bytes_per_s": 45e9, "cluster_bytes_per_s": 340e9}, "nearer than ranks of the same"),
-        ({"preset": "h100"}, {"cluster_bytes_per_s": 5e7}, "cluster_bytes_per_s is 5e.07, and GPUs reach 1e.08"),
-        ({"preset": "h100"}, {"node_latency_s": 0.005}, "node_latency_s is 0.005, and GPUs reach 1e-06 to 0.001 s"),
-        ({"preset": "h100"}, {"node_latency_s": 15e-9}, "node_latency_s is 1.5e-08, and GPUs"),
-        ({"preset": "h100", "attention_flops_per_s": 250e6}, {}, r"attention_flops_per_s is 2.5e\+08, and GPUs reach"),
+        *(({"hardware": {"preset": name}, "topology": {"num_ranks": 144}}, None) for name in HARDWARE),
+        ({"hardware": {"gemm_flops_per_s": 6e11}}, r"gemm_flops_per_s is 6e\+11, and GPUs reach 1e\+12"),
+        ({"hardware": {"memory_bytes_per_s": 3e15}}, "memory_bytes_per_s"),
+        ({"hardware": {"gemm_flops_per_s": 6e9, "memory_bytes_per_s": 3e9, "tile_rows": 1}}, None),
+        ({"links": {"node_bytes_per_s": 45e9, "cluster_bytes_per_s": 340e9}}, "nearer than ranks of the same"),
+        ({"links": {"cluster_bytes_per_s": 5e7}}, "cluster_bytes_per_s is 5e.07, and GPUs reach 1e.08"),
+        ({"links": {"node_latency_s": 0.005}}, "node_latency_s is 0.005, and GPUs reach 1e-06 to 0.001 s"),
+        ({"links": {"node_latency_s": 15e-9}}, "node_latency_s is 1.5e-08, and GPUs"),
+        ({"hardware": {"attention_flops_per_s": 250e6}}, r"attention_flops_per_s is 2.5e\+08, and GPUs reach"),
+        ({"topology": {"redundant_slots": 126}}, None),
+        ({"topology": {"redundant_slots": 127}}, "redundant_slots is 127; a rank has a use for 126 at most"),
+        (
+            {"model": {"attention_width": 128}},
+            "attention_width is 128, and hidden 2048; expected num_attention_heads x",
+        ),
+        ({"model": {"dense_parameters": 50 * 2048**2}}, None),
+        ({"model": {"intermediate": 3584}}, None),
+        ({"model": {"intermediate": 11264}}, "intermediate is 11,264, which makes 44 times hidden for top_k 8; exp"),
+        ({"model": {"dense_parameters": 1_500_000_000}}, "1,500,000,000, 358 times the square of hidden"),
     ],
 )
-def test_rates_that_no_gpu_reaches_are_told_once(hardware, links, told):
-    """Every preset passes, and so do processes on a CPU, and links that one node does not use."""
-    topology = {"num_ranks": 64 if hardware["preset"] != "gb200" else 144, "redundant_slots": 2}
+def test_what_is_odd_is_told_once(changes, told):
+    """Rates that no GPU reaches, slots of no use, a whole model for a layer; no preset, and no process on a CPU."""
     with warnings.catch_warnings(record=True) as found:
         warnings.simplefilter("default")
         for _ in range(2):
-            parse_cluster({**USUAL, "topology": topology, "hardware": hardware, "links": links}, source="x")
+            parse_cluster(
+                {name: USUAL.get(name, {}) | changes.get(name, {}) for name in (*USUAL, *changes)}, source="x"
+            )
     assert [bool(re.search(told or "", str(each.message))) for each in found] == [True] * bool(told)
-
-
-@pytest.mark.parametrize(
-    ("table", "key", "value", "told"),
-    [
-        ("topology", "redundant_slots", 126, ""),
-        ("topology", "redundant_slots", 127, "redundant_slots is 127; a rank has a use for 126 at most"),
-        ("model", "attention_width", 128, "attention_width is 128, and hidden 2048; expected num_attention_heads x"),
-        ("model", "dense_parameters", 50 * 2048**2, ""),
-        ("model", "intermediate", 3584, ""),
-        ("model", "intermediate", 11264, "intermediate is 11,264, which makes 44 times hidden for top_k 8; expected"),
-        ("model", "dense_parameters", 1_500_000_000, "1,500,000,000, 358 times the square of hidden"),
-    ],
-)
-def test_slots_of_no_use_and_a_whole_model_for_a_layer_are_told(table, key, value, told):
-    with warnings.catch_warnings(record=True) as found:
-        warnings.simplefilter("always")
-        parse_cluster({**USUAL, table: USUAL[table] | {key: value}}, source="x")
-    assert [told in str(each.message) for each in found] == [True] * bool(told)
 
 
 def test_one_node_needs_no_link_to_others():

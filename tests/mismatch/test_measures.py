@@ -7,13 +7,7 @@ import pytest
 
 import foreroute as fr
 from foreroute.errors import InputError, SpecMismatchError, TraceContentError
-from foreroute.mismatch import (
-    RoutingMismatch,
-    TokenMismatch,
-    margin_histogram,
-    routing_mismatch,
-    token_mismatch,
-)
+from foreroute.mismatch import RoutingMismatch, TokenMismatch, margin_histogram, routing_mismatch, token_mismatch
 from foreroute.mismatch.measures import LOG10_EDGES, as_traces
 from tests.traces import random_trace
 

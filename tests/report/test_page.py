@@ -1,24 +1,19 @@
-"""The page maker: what a page holds is shown as text, nothing is loaded or run, and no file of others is replaced."""
+"""The page maker: all is shown as text, nothing is loaded, no file of others replaced; the page of a diagnosis."""
 
 import os
 import re
 
+import numpy as np
 import pytest
 
+from foreroute.doctor import Evidence, diagnose
+from foreroute.doctor.evidence import TrainerPass
 from foreroute.errors import InputError
-from foreroute.report.page import (
-    Caption,
-    Column,
-    Key,
-    Page,
-    PageSection,
-    Plot,
-    Table,
-    TableRow,
-    Tile,
-    write_page,
-)
+from foreroute.report import write_diagnosis
+from foreroute.report.diagnosis import finding_table, measure_table
+from foreroute.report.page import Caption, Column, Key, Page, PageSection, Plot, Table, TableRow, Tile, write_page
 from tests.report.pages import rows_of, text_of
+from tests.traces import random_trace
 
 HOSTILE = '<script>alert(1)</script>"><img src=x onerror=alert(1)>{{ 7*7 }}'
 
@@ -89,3 +84,24 @@ def test_only_a_page_of_ours_is_replaced(tmp_path):
     (tmp_path / "empty.html").write_text("")
     write_page(tmp_path / "empty.html", page)
     assert rows_of((tmp_path / "empty.html").read_text())["quiet"] == ["quiet", "quiet"]
+
+
+ENGINE, OWN = (random_trace(3, route_seed=seed).with_weight_version(1) for seed in (3, 9))
+LOGPROBS = -np.arange(1.0, 9.0)
+
+
+def test_everything_that_was_measured_is_on_the_page(tmp_path):
+    own = TrainerPass(OWN, LOGPROBS + 0.1)
+    given = {"native": own, "repacked": own, "replayed": TrainerPass(None, LOGPROBS + 0.01)}
+    diagnosis = diagnose(Evidence(engine=ENGINE, engine_logprobs_R=LOGPROBS, **given), {"model": "test"})
+    html = write_diagnosis(diagnosis, tmp_path / "page.html", [("Look at the run", "foreroute report r")]).read_text()
+    text = text_of(html)
+    severities = finding_table(diagnosis).column("")
+    assert severities == sorted(severities, key=["problem", "warning", "note", "fine"].index)
+    for finding in diagnosis.findings:
+        assert f"{finding.sentence} {finding.advice}".strip() in text
+    table = measure_table(diagnosis.measures)
+    for row in table.rows:
+        assert " ".join(row.cells).replace("\N{NO-BREAK SPACE}", " ") in text, row
+    assert html.count("data:image/svg+xml;base64,") == 2
+    assert "Look at the run foreroute report r" in text

@@ -15,13 +15,7 @@ from foreroute.plan import Topology
 from foreroute.plan.options import PASS_NAMES
 from foreroute.report.format import duration, percentage, size, step_time
 from foreroute.report.methods import BOUND
-from foreroute.report.plan import (
-    plan_finding,
-    plan_table,
-    plan_tiles,
-    ways_table,
-    write_plan_page,
-)
+from foreroute.report.plan import plan_finding, plan_table, plan_tiles, ways_table, write_plan_page
 from foreroute.simulate.balancers import BalancerInput
 from foreroute.simulate.compare import TimedPlan, compare_plan
 from foreroute.simulate.methods import BALANCERS
