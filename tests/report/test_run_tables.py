@@ -30,21 +30,18 @@ def test_sides_are_averaged_over_the_steps_where_both_were_measured(tmp_path):
         {"step": 2, "mismatch": {"native": side(0.3, 0.4, 0.5, 0.6), "replayed": side(0.03, 0.0, 0.1, 0.2)}},
         {"step": 3, "mismatch": {"replayed": side(100.0, 1.0, 1.0, 1.0)}},
     ]
-    run = run_of(tmp_path, lines)
+    run = run_of(tmp_path / "both", lines)
     assert run.num_paired == 2
     native, replayed = ([means(run, measure)[name] for measure in MEASURES] for name in ("native", "replayed"))
     assert native == pytest.approx([0.2, 0.3, 0.4, 0.5])
     assert replayed == pytest.approx([0.02, 0.01, 0.05, 0.1])
-
-
-def test_a_run_measured_one_way_shows_that_way_alone_and_an_empty_step_nothing(tmp_path):
-    run = run_of(tmp_path / "a", [{"step": i, "mismatch": {"native": side(0.1 * (i + 1))}} for i in range(3)])
+    run = run_of(tmp_path / "one", [{"step": i, "mismatch": {"native": side(0.1 * (i + 1))}} for i in range(3)])
     assert (means(run, "k3"), run.num_paired) == ({"native": pytest.approx(0.2), "replayed": None}, 0)
-    run = run_of(tmp_path / "b", [{"step": 0}])
+    run = run_of(tmp_path / "none", [{"step": 0}])
     assert all(means(run, measure) == {"native": None, "replayed": None} for measure in MEASURES)
     assert rewards(run) == (None, None)
     seconds = {"rollout": 3.0, "update": 1.0}, {"rollout": 1.0, "update": 0.5, "measure": 0.5}
-    run = run_of(tmp_path / "c", [{"step": step, "seconds": each} for step, each in enumerate(seconds)])
+    run = run_of(tmp_path / "seconds", [{"step": step, "seconds": each} for step, each in enumerate(seconds)])
     assert phase_seconds(run) == pytest.approx({"rollout": 2.0, "update": 0.75, "measure": 0.25})
 
 
@@ -52,8 +49,9 @@ def alarm(kind, value, threshold=0.1):
     return {"kind": kind, "since": 0, "value": value, "threshold": threshold}
 
 
-def run_with(folder, by_step, steps=8, **more):
-    lines = [step_line(step) | {"alarms": by_step.get(step, []), **more} for step in range(steps)]
+def run_with(folder, changes, **more):
+    """Eight steps with these fields, in those steps."""
+    lines = [step_line(step) | more | changes.get(step, {}) for step in range(8)]
     return write_run(folder, config(folder.name), lines)
 
 
@@ -64,7 +62,11 @@ def test_steps_in_a_row_are_one_row_with_the_worst_value(tmp_path):
         4: [alarm("f2", 0.25)],
         6: [alarm("f2", 0.11)],
     }
-    table = alarm_table(read_runs([run_with(tmp_path / "run", by_step)]))
+    every = {step: [alarm(kind, 0.5)] for step, kind in enumerate(get_args(AlarmKind))}
+    table, of_every = (
+        alarm_table(read_runs([run_with(tmp_path / name, {step: {"alarms": each} for step, each in alarms.items()})]))
+        for name, alarms in (("run", by_step), ("every", every))
+    )
     assert list(zip(table.column("Steps"), table.column("Worst value"), strict=True)) == [
         ("2 to 4", "0.3, limit 0.1"),
         ("6", "0.11, limit 0.1"),
@@ -72,45 +74,32 @@ def test_steps_in_a_row_are_one_row_with_the_worst_value(tmp_path):
     ]
     assert table.column("What happened")[0].startswith("Too many tokens are far apart")
     assert table.column("Advice") == [ADVICE[kind] for kind in ("f2", "f2", "stale_routes")]
-    every = {step: [alarm(kind, 0.5)] for step, kind in enumerate(get_args(AlarmKind))}
-    assert alarm_table(read_runs([run_with(tmp_path / "every", every)])).column("Advice") == list(ADVICE.values())
-
-
-def suspicion(looks_like, sentence="sequence 3 froze", **more):
-    return {"looks_like": looks_like, "sentence": sentence, "share": 0.8, "usual": 0.02, **more}
-
-
-def suspicious_run(folder, by_step, *, dropped=None, steps=8):
-    lines = [
-        step_line(step)
-        | {"suspicions": by_step.get(step, []), "alarms": [alarm("sentinel", 0.8)] if step in by_step else []}
-        | {"dropped_tokens": (dropped or {}).get(step, 0)}
-        | {"mismatch": {"native": side(2e-5, 0.0, 0.02, 0.1)}}
-        for step in range(steps)
-    ]
-    return write_run(folder, config(folder.name), lines)
-
-
-LEFT_OUT = "were left out of the updates then"
+    assert of_every.column("Advice") == list(ADVICE.values())
 
 
 def test_what_was_suspected_in_steps_in_a_row_is_one_row_with_the_first_of_them(tmp_path):
-    frozen, stale = suspicion("frozen-rows"), suspicion("stale-layer", "decoder 3 is stale", rank=2)
-    by_step = {3: [frozen, stale, frozen | {"sentence": "sequence 5 froze", "sequence": 5}], 4: [frozen], 6: [frozen]}
-    runs = read_runs([suspicious_run(tmp_path / "run", by_step, dropped={6: 40})])
+    frozen = {"looks_like": "frozen-rows", "sentence": "sequence 3 froze", "share": 0.8, "usual": 0.02}
+    stale = frozen | {"looks_like": "stale-layer", "sentence": "decoder 3 is stale", "rank": 2}
+    alarmed, native = {"alarms": [alarm("sentinel", 0.8)]}, {"native": side(2e-5, 0.0, 0.02, 0.1)}
+    changes = {
+        3: alarmed | {"suspicions": [frozen, stale, frozen | {"sentence": "sequence 5 froze", "sequence": 5}]},
+        4: alarmed | {"suspicions": [frozen]},
+        6: alarmed | {"suspicions": [frozen], "dropped_tokens": 40},
+    }
+    runs = read_runs([run_with(tmp_path / "run", changes, mismatch=native)])
     table = alarm_table(runs)
     columns = ("Steps", "What happened", "Worst value")
     assert [*zip(*map(table.column, columns), strict=True)] == [
         ("3 to 4", "frozen rows: sequence 3 froze; 1 more at once", "0.8, usual 0.02"),
         ("3", "stale layer: rank 2, decoder 3 is stale", "0.8, usual 0.02"),
-        ("6", f"frozen rows: sequence 3 froze; 40 response tokens {LEFT_OUT}", "0.8, usual 0.02"),
+        ("6", "frozen rows: sequence 3 froze; 40 response tokens were left out of the updates then", "0.8, usual 0.02"),
     ]
     assert table.column("Advice")[1] == LooksLike.STALE_LAYER.advice
     found = run_finding(runs)
     assert found.startswith("Replayed routes look wrong (frozen rows and stale layer) from step 3 on; ")
     assert "mismatch" not in found  # of wrong routes
     assert all(row.tone == "problem" for row in table.rows), "the alarm of the sentinel is no row beside them"
-    sound = suspicious_run(tmp_path / "sound", {})
+    sound = run_with(tmp_path / "sound", {}, mismatch=native)
     assert "mismatch" in run_finding(read_runs([tmp_path / "run", sound])), "of the other run"
 
 
@@ -161,11 +150,6 @@ def test_other_mismatches_are_told_as_they_are(tmp_path, figures, words):
     assert ("removes every" in text) is words.startswith("Replay removes")
 
 
-def several(tmp_path, with_, without):
-    runs = [run(tmp_path / f"R3-{n}", reward=reward) for n, reward in enumerate(with_)]
-    return [*runs, *(run(tmp_path / f"none-{n}", "none", reward=reward) for n, reward in enumerate(without))]
-
-
 @pytest.mark.parametrize(
     ("with_", "without", "words"),
     [
@@ -178,25 +162,21 @@ def several(tmp_path, with_, without):
     ],
 )
 def test_rewards_are_told_apart_by_enough_runs_alone(tmp_path, with_, without, words):
-    text = finding(*several(tmp_path, with_, without))
+    runs = [run(tmp_path / f"R3-{n}", reward=reward) for n, reward in enumerate(with_)]
+    runs += [run(tmp_path / f"none-{n}", "none", reward=reward) for n, reward in enumerate(without)]
+    text = finding(*runs)
     assert words in text
     assert ("told apart" in text) is ("few" in words or words.startswith("the rewards"))
 
 
-def test_loads_of_ranks_come_first(tmp_path):
+def test_loads_of_ranks_and_runs_that_learned_nothing_come_first(tmp_path):
     spread = write_run(tmp_path / "a", config(), [line(step, execution=execution(step)) for step in range(3)])
     assert finding(spread).startswith("Plans lower the busiest rank from 1.")
     assert " to 1.00 times the mean; replay removes" in finding(spread)
     worse = execution(0) | {"max_over_mean": {"at_home": 1.2, "planned": 1.0, "executed": 1.3}}
     uneven = write_run(tmp_path / "b", config(), [line(0, execution=worse)])
     assert finding(uneven).startswith("The busiest rank has 1.30 times the mean, 1.20 with experts at home; ")
-
-
-def test_runs_that_learned_nothing_say_so_first(tmp_path):
-    def sampled(share):
-        return {"informative_share": share}
-
-    idle, busy = run(tmp_path / "idle", **sampled(0.0)), run(tmp_path / "busy", **sampled(0.5))
+    idle, busy = (run(tmp_path / name, informative_share=share) for name, share in (("idle", 0.0), ("busy", 0.5)))
     nothing = "changed the weights, because all responses of every prompt got one reward; "
     assert finding(idle).startswith(f"No step {nothing}")
     assert finding(idle, busy).startswith(f"No step of idle {nothing}")
@@ -216,45 +196,37 @@ TITLES = [
 ]
 
 
-def runs(tmp_path, count=2):
-    kinds = [("bfloat16", "none"), ("fp8", "R3"), ("float32", "R2")]
-    return [
-        write_run(
-            tmp_path / f"{i}",
-            config(f"run-{i}", seed=i, precision=kinds[i % 3][0], routing=kinds[i % 3][1]),
-            [step_line(s, seed=i, native=s % 2 == 0, total=6) for s in range(6)],
-        )
-        for i in range(count)
-    ]
-
-
 def page_of(folders, tmp_path):
     return write_report(read_runs(folders), tmp_path / "out" / "report.html").read_text(encoding="utf-8")
 
 
-@pytest.fixture(scope="module")
-def comparison(tmp_path_factory):
-    tmp_path = tmp_path_factory.mktemp("comparison")
-    return page_of(runs(tmp_path), tmp_path)
-
-
-def test_every_plot_is_there_with_title_and_description(comparison):
-    assert re.findall(r"<h3>(.*?)</h3>", comparison) == TITLES
-    assert list(plots_of(comparison)) == TITLES
-    assert all("run-0, run-1" in said for said in plots_of(comparison).values())
-    for picture in re.findall(r"data:image/svg\+xml;base64,([^\"]+)", comparison):
+def test_a_comparison_has_every_plot_names_every_run_and_marks_what_differs(tmp_path):
+    kinds = enumerate([("bfloat16", "none"), ("fp8", "R3")])
+    runs = [
+        write_run(
+            tmp_path / f"{i}",
+            config(f"run-{i}", seed=i, precision=precision, routing=routing),
+            [step_line(s, seed=i, native=s % 2 == 0, total=6) for s in range(6)],
+        )
+        for i, (precision, routing) in kinds
+    ]
+    page = page_of(runs, tmp_path)
+    assert re.findall(r"<h3>(.*?)</h3>", page) == TITLES
+    assert list(plots_of(page)) == TITLES
+    assert all("run-0, run-1" in said for said in plots_of(page).values())
+    for picture in re.findall(r"data:image/svg\+xml;base64,([^\"]+)", page):
         drawn = base64.b64decode(picture).decode()
         assert "<svg" in drawn
         assert all(link.startswith("#") for link in re.findall(r'(?:xlink:)?href="([^"]*)"', drawn))
-
-
-def test_a_comparison_names_every_run_and_marks_what_differs(comparison):
-    text = text_of(comparison)
-    assert "Comparison of 2 runs" in text
-    assert "No routing replay" in text
-    assert "R3, rollout routing replay" in text
-    assert "neither predicts the reward" in text
-    rows = re.findall(r'<tr class="( strong)?"><th scope="row">([\w.]+)</th>', comparison)
+    text = text_of(page)
+    for said in (
+        "Comparison of 2 runs",
+        "No routing replay",
+        "R3, rollout routing replay",
+        "neither predicts the reward",
+    ):
+        assert said in text, said
+    rows = re.findall(r'<tr class="( strong)?"><th scope="row">([\w.]+)</th>', page)
     assert ("", "model.experts") in rows
     assert [key for mark, key in rows if mark] == ["name", "seed", "rollout.precision", "rl.routing"]
 
