@@ -140,35 +140,24 @@ TIME = {"gemm_flops_per_s": 1e12, "node_bytes_per_s": 1e9}
 """What of each rate is done in a unit of work; parameters that are no rates count as they are."""
 
 
-def paths_of(seed, num=14, paths=3):
-    """Seconds as the slowest of some paths of work, each linear in what time is proportional to."""
-    weight_VPK = np.random.default_rng(seed).gamma(0.5, size=(num, paths, len(NAMES)))
-
-    def predicted(costs):
-        value_K = [value_of(costs.hardware, name) for name in NAMES]
-        cost_K = [TIME[n] / v if n in TIME else v for n, v in zip(NAMES, value_K, strict=True)]
-        begin_K = [
-            TIME[n] / value_of(CONFIGURED.hardware, n) if n in TIME else value_of(CONFIGURED.hardware, n) for n in NAMES
-        ]
-        return (weight_VPK @ (np.array(cost_K) / begin_K)).max(axis=1)
-
-    return predicted
-
-
-def found_again(seed, factors, paths):
-    """Whether parameters that are these factors of what is configured are found by the seconds that they make."""
-    predicted = paths_of(seed, paths=paths)
-    truth = {name: float(f) * value_of(CONFIGURED.hardware, name) for name, f in zip(NAMES, factors, strict=True)}
-    measured_V = predicted(with_values(CONFIGURED, truth))
-    found = find_rates(CONFIGURED, NAMES, predicted, measured_V, measured_V).costs
-    values = [value_of(found.hardware, name) for name in NAMES]
-    return np.allclose(predicted(found), measured_V, rtol=1e-6) and np.allclose(values, [*truth.values()], rtol=1e-4)
-
-
 @settings(max_examples=30, deadline=None)
 @given(seed=st.integers(0, 2**32 - 1), factors=st.lists(st.floats(0.05, 20), min_size=5, max_size=5))
 def test_parameters_that_made_the_seconds_are_found(seed, factors):
-    assert found_again(seed, factors, paths=1)
+    """Seconds are linear in what time is proportional to; parameters are these factors of what is configured."""
+    weight_VK = np.random.default_rng(seed).gamma(0.5, size=(14, len(NAMES)))
+
+    def cost_K(costs):
+        values = {name: value_of(costs.hardware, name) for name in NAMES}
+        return np.array([TIME[name] / value if name in TIME else value for name, value in values.items()])
+
+    def predicted(costs):
+        return weight_VK @ (cost_K(costs) / cost_K(CONFIGURED))
+
+    truth = {name: float(f) * value_of(CONFIGURED.hardware, name) for name, f in zip(NAMES, factors, strict=True)}
+    measured_V = predicted(with_values(CONFIGURED, truth))
+    found = find_rates(CONFIGURED, NAMES, predicted, measured_V, measured_V).costs
+    np.testing.assert_allclose(predicted(found), measured_V, rtol=1e-6)
+    np.testing.assert_allclose([value_of(found.hardware, name) for name in NAMES], [*truth.values()], rtol=1e-4)
 
 
 @pytest.mark.parametrize(
@@ -189,19 +178,15 @@ SMALL = replace(MODELS["qwen3-30b-a3b"], top_k=2, num_experts=8)
 OF_FEW = CostModel(model=SMALL, hardware=HARDWARE["h100"])
 
 
-def _case(seed, num_ranks=4, ranks_per_node=2, top_k=2, **kinds):
-    """A cell with hosts of no merit, its counts, and prices."""
-    rng, topology = np.random.default_rng(seed), Topology(num_ranks, ranks_per_node, 2, LINKS)
-    counts_GE = rng.multinomial(top_k * rng.integers(0, 40, num_ranks), rng.dirichlet(np.full(8, 0.5)))
-    cell = random_plan(counts_GE[None, None], topology, seed=seed).cell(0, 0)
-    return cell, counts_GE, topology, replace(OF_FEW, model=replace(SMALL, top_k=top_k), **kinds)
-
-
 @pytest.mark.parametrize(("num_ranks", "ranks_per_node"), [(8, 2), (4, 4), (4, 1)])
 def test_figures_equal_the_slow_oracle(num_ranks, ranks_per_node):
+    """Of cells with hosts of no merit."""
+    topology = Topology(num_ranks, ranks_per_node, 2, LINKS)
     for seed, dispatcher, paths in itertools.product(range(8), ("copies", "dedup"), ("host", "direct")):
-        kinds = {"dispatcher": dispatcher, "paths": paths, "top_k": 1 + seed % 3}
-        cell, counts_GE, topology, costs = _case(seed, num_ranks, ranks_per_node, **kinds)
+        rng, model = np.random.default_rng(seed), replace(SMALL, top_k=1 + seed % 3)
+        costs = replace(OF_FEW, model=model, dispatcher=dispatcher, paths=paths)
+        counts_GE = rng.multinomial(model.top_k * rng.integers(0, 40, num_ranks), rng.dirichlet(np.full(8, 0.5)))
+        cell = random_plan(counts_GE[None, None], topology, seed=seed).cell(0, 0)
         slots = ("layer", "shared")[seed // 2 % 2]
         parts_SP = price_cell(cell, counts_GE, topology, costs, slots)
         expected, rows = oracle(cell, counts_GE, topology, costs, slots)

@@ -23,36 +23,20 @@ ROUTES = "H/routes"
 KEPT = current(grid(), RESULTS)
 
 
-def planted(arm, change):
-    """The results that are kept, with `change(figures, seed)` in the cells of an arm."""
-    lines = {name: deepcopy(line) for name, line in KEPT.items() if line["arm"] == arm}
-    for line in lines.values():
-        change(line["figures"], line["seed"])
-    return KEPT | lines
-
-
 def decided(results):
     return {row.claim: row for row in judged(claims(), Arms(results))}
 
 
-def table(name, arms):
-    return tables()[name].lines(arms)
-
-
-def changed_verdicts(results):
-    before = decided(KEPT)
-    return {claim: row.verdict for claim, row in decided(results).items() if row.verdict != before[claim].verdict}
-
-
 def test_claims_are_decided_by_the_arms_that_they_name():
-    for claim, row in decided(KEPT).items():
+    before = decided(KEPT)
+    for claim, row in before.items():
         seeds = FRESH if "fresh seeds" in claim else FEW if "400 steps" in claim or "vLLM" in claim else SEEDS
         assert row.seeds == len(seeds), claim
-
-    def better(figures, seed):
-        figures["reward_last"] += 1 + 0.001 * (seed % 2)
-
-    assert changed_verdicts(planted("B/R3/plain/8", better)) == {
+    better = {name: deepcopy(line) for name, line in KEPT.items() if line["arm"] == "B/R3/plain/8"}
+    for line in better.values():
+        line["figures"]["reward_last"] += 1 + 0.001 * (line["seed"] % 2)
+    after = {claim: row.verdict for claim, row in decided(KEPT | better).items()}
+    assert {claim: verdict for claim, verdict in after.items() if verdict != before[claim].verdict} == {
         "R3 raises the reward (8 mini-batches)": "holds",
         "R3 is the better replay at 8 mini-batches (Qwen)": "holds",
         "R3 is better than GSPO (8 mini-batches; asked after the runs)": "holds",
@@ -121,7 +105,7 @@ def test_what_the_page_says_of_loads_rests_on_figures():
         assert calibrated[1] < 1.5 * mixed[1]
     assert mean("simulated", "ours") == pytest.approx(mean("workload_simulated", "ours"), rel=0.03)
     assert mean("simulated", "eplb_previous") > 1.05 * mean("workload_simulated", "eplb_previous")
-    rows = [[row[0], *(cell.partition(" ")[0] for cell in row[1:])] for row in table("simulated", arms)]
+    rows = [[row[0], *(cell.partition(" ")[0] for cell in row[1:])] for row in tables()["simulated"].lines(arms)]
     text = (PAGE.parent / "simulate.md").read_text()
     assert "\n".join(f"| {' | '.join(row)} |" for row in rows) in text
     assert f"swing {swings[0]:.1f} to {swings[1]:.1f} times as much" in text

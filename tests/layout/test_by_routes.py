@@ -212,11 +212,6 @@ def test_a_few_sequences_are_exchanged_as_well_as_can_be(seed, padded):
     assert found.bound <= least <= found.slowest <= 1.02 * least
 
 
-def cost(lengths, square):
-    lengths = np.asarray(lengths, float)
-    return lengths + square * lengths**2
-
-
 @settings(max_examples=60)
 @given(
     lengths=st.lists(st.integers(0, 50), min_size=1, max_size=40),
@@ -233,10 +228,11 @@ def test_the_longest_goes_first_to_the_lightest_place_with_room(lengths, num_ran
     packed = pack_sequences(lengths, num_ranks, budget, square_cost=square)
     executed = [packed.sequences(m, g) for m in range(packed.num_micro_steps) for g in range(num_ranks)]
     assert sorted(np.concatenate(executed).tolist()) == list(range(len(lengths)))
-    works = layout_oracle.dealt(lengths, cost(lengths, square), budget, packed.num_micro_steps * num_ranks)
+    costs = np.array(lengths) + square * np.square(lengths, dtype=float)
+    works = layout_oracle.dealt(lengths, costs, budget, packed.num_micro_steps * num_ranks)
     assert (packed.micro_step_S * num_ranks + packed.rank_S).tolist() == works
     fewer = (packed.num_micro_steps - 1) * num_ranks
-    assert fewer == 0 or layout_oracle.dealt(lengths, cost(lengths, square), budget, fewer) is None
+    assert fewer == 0 or layout_oracle.dealt(lengths, costs, budget, fewer) is None
 
 
 def test_padded_batches_equal_the_loop_and_ranks_can_agree_on_their_number():

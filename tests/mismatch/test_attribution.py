@@ -34,9 +34,6 @@ def test_the_parts_of_k3_are_integrals_along_the_way_from_engine_to_trainer(off)
     parts = [split_k3(*(each[part] for each in (native, replayed, engine))) for part in (slice(0, 70), slice(70, 200))]
     whole = parts[0] + parts[1]
     assert (whole.count, whole.routing_sum) == (found.count, pytest.approx(found.routing_sum))
-
-
-def test_parts_of_the_ends():
     native, _, engine = logprobs(1)
     assert split_k3(native, engine, engine).routing_share == pytest.approx(1)
     assert split_k3(native, native, engine).routing_share == pytest.approx(0)
@@ -108,18 +105,18 @@ def rollout(seed=0, lengths=(12, 9, 12), prompts=3):
     return trace, sets
 
 
-def with_sets(trace, sets):
-    counts = np.array([len(each) for each in sets])
-    ids = np.array([*chain(*sets)], int)
-    return trace.with_stream(SAMPLING, DecisionStream.from_sets(VOCABULARY, counts > 0, counts, ids))
+def misplaced(trace, sets):
+    counts, ids = np.array([len(each) for each in sets]), np.array([*chain(*sets)], int)
+    stream = DecisionStream.from_sets(VOCABULARY, counts > 0, counts, ids)
+    return misplaced_masks(trace.with_stream(SAMPLING, stream))
 
 
 def test_masks_of_other_tokens_are_told_with_the_first():
     trace, sets = rollout()
-    assert misplaced_masks(with_sets(trace, sets)) == misplaced_masks(trace) == ""
+    assert misplaced(trace, sets) == misplaced_masks(trace) == ""
     swapped = sets[21:33] + sets[12:21] + sets[:12]
     wrong = [row for row, own in enumerate(swapped) if own and trace.token_ids_N[row + 1] not in own]
-    said = misplaced_masks(with_sets(trace, swapped))
+    said = misplaced(trace, swapped)
     seen = "sets leave out the token that was sampled, the first at position"
     assert said.startswith(f"{len(wrong)} of 24 {seen} {wrong[0]} of sequence 0")
 

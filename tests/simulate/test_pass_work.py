@@ -190,12 +190,9 @@ def test_homes_of_this_step_move_once_and_level_it(drawn):
         assert found.squares_MG.sum() == step.squares_MG.sum()
         placed_LE = place_homes(step.counts_MLGE, step.topology, step.home_LE)
         levels = [
-            slowest(*each)
-            for each in (
-                (found.counts_MLGE, found.home_LE),
-                (step.counts_MLGE, placed_LE),
-                (step.counts_MLGE, step.home_LE),
-            )
+            slowest(found.counts_MLGE, found.home_LE),
+            slowest(step.counts_MLGE, placed_LE),
+            slowest(step.counts_MLGE, step.home_LE),
         ]
         assert levels[0] < levels[1] < levels[2]
         loads_MLG = found.loads(step.topology).served_SMLG[0]

@@ -52,21 +52,14 @@ def test_wrong_configurations_are_refused(change, error, words):
         parse_config(SMALLEST | change, source="here")
 
 
-LENGTHS = [[300, 40, 200, 90], [120, 500, 60, 33, 250]]
-
-
-@pytest.fixture
-def of_traces(tmp_path):
-    """A configuration whose tokens are those of two files, as a run leaves them, and the traces."""
-    traces = [synthetic_trace(spec_of(num_layers=2), lengths, seed=n) for n, lengths in enumerate(LENGTHS)]
+def test_ones_own_traces_are_simulated(tmp_path):
+    """Of two files, as a run leaves them."""
+    every = [[300, 40, 200, 90], [120, 500, 60, 33, 250]]
+    traces = [synthetic_trace(spec_of(num_layers=2), lengths, seed=n) for n, lengths in enumerate(every)]
     paths = [str(fr.save(trace, tmp_path / f"{n}.safetensors")) for n, trace in enumerate(traces)]
     values = small_values() | {"workload": {"traces": paths, "tokens_per_rank": 512}}
     values |= {"hardware": FREE_OF_ALL_BUT_ROWS, "links": FAST_LINKS}
-    return parse_config(values, source="here"), traces
-
-
-def test_ones_own_traces_are_simulated(of_traces):
-    config, traces = of_traces
+    config = parse_config(values, source="here")
     cluster = config.described()
     (step,) = group_steps(config, cluster.topology, cluster.costs)
     lengths = np.concatenate([trace.lengths for trace in traces])
@@ -86,7 +79,6 @@ def test_ones_own_traces_are_simulated(of_traces):
     assert found.facts["workload"] == ", ".join(config.workload.traces)
 
 
-CLUSTER = {"cluster": {"gpus": 64, "expert_parallel": 16}}
 WIDE = {"num_experts": 32_768, "num_layers": 1000}
 
 
@@ -102,7 +94,7 @@ WIDE = {"num_experts": 32_768, "num_layers": 1000}
     ],
 )
 def test_what_would_take_too_much_is_refused_before_it_is_taken(values, message):
-    usual = {"hardware": {"preset": "h100"}, "model": {"preset": "qwen3-30b-a3b"}, **CLUSTER}
+    usual = {"hardware": {"preset": "h100"}, "model": {"preset": "qwen3-30b-a3b"}, **SMALLEST}
     asked = {name: {**usual.get(name, {}), **values.get(name, {})} for name in {*usual, *values}}
     tracemalloc.start()
     with pytest.raises(InputError, match=message):
