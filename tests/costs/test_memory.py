@@ -114,13 +114,6 @@ def test_a_budget_names_rank_micro_step_and_layer():
         found.require(1.5)
 
 
-def test_memory_that_follows_something_else_is_refused():
-    sizes = [np.array([1.0, n, *[0] * 7]) for n in range(1, 6)]
-    for bytes_of in (lambda n: [1e6 * n * n, 0], lambda n: [5.0] * int(2 + n % 2)):
-        with pytest.raises(ForecastError, match=r"forward.* layer 3 .*grouped_mm"):
-            describe_section(3, "forward", {"home": [(one, np.array(bytes_of(one[1]))) for one in sizes]})
-
-
 def test_further_layers_are_like_the_one_in_the_middle():
     plan, known, sizes = case(1)
     made = program(1)
@@ -139,7 +132,7 @@ def test_further_layers_are_like_the_one_in_the_middle():
             memory.with_layers(asked)
 
 
-def test_sizes_and_rows_of_something_else_are_refused():
+def test_sizes_rows_and_memory_of_something_else_are_refused():
     plan, known, sizes = case(2)
     memory = memory_of(program(2))
     for wrong in (sizes.tokens[:1], sizes.tokens * 1.0, -sizes.tokens):
@@ -154,3 +147,7 @@ def test_sizes_and_rows_of_something_else_are_refused():
     at_home = [section._replace(by_work={"home": section.by_work["home"]}) for section in memory.sections]
     with pytest.raises(ForecastError, match="measured without"):
         StepMemory(EXPERT, 1, at_home).forecast(known, sizes, plan)
+    sizes = [np.array([1.0, n, *[0] * 7]) for n in range(1, 6)]
+    for bytes_of in (lambda n: [1e6 * n * n, 0], lambda n: [5.0] * int(2 + n % 2)):
+        with pytest.raises(ForecastError, match=r"forward.* layer 3 .*grouped_mm"):
+            describe_section(3, "forward", {"home": [(one, np.array(bytes_of(one[1]))) for one in sizes]})

@@ -105,6 +105,14 @@ def test_margins_of_a_padded_batch_are_those_of_a_loop(kind):
     assert found.sum() == 2 * mask.sum()
 
 
+def test_a_margin_that_is_no_number_is_refused_where_its_token_counts():
+    margins = np.array([[0.1, np.nan], [np.inf, -0.5], [np.nan, np.nan]])
+    with pytest.raises(InputError, match=r"3.*6 margins.*NaN"):
+        margin_histogram(margins)
+    counts = margin_histogram(margins, mask=[0, 1, 0])
+    assert (counts[0, -1], counts[1, 0], counts.sum()) == (1, 1, 2), "the largest, and below 0 the smallest"
+
+
 def test_routes_that_cannot_be_compared_are_refused():
     ids = np.tile([[0, 1]], (1, 4, 3, 1))
     trace = fr.RoutingTrace.from_padded(fr.RoutingSpec(4, 2, tuple(map(fr.RoutedLayer, range(3)))), [[1] * 4], ids)
@@ -190,11 +198,3 @@ def test_mismatches_of_other_models_or_thresholds_do_not_add_up():
             one + other
     with pytest.raises(InputError, match=r"\d thresholds.*foreroute, 1\.5, 2\.0"):
         TokenMismatch(3, 0.1, (1, 0), 0.4) + TokenMismatch(3, 0.1, (1,), 0.4)
-
-
-def test_a_margin_that_is_no_number_is_refused_where_its_token_counts():
-    margins = np.array([[0.1, np.nan], [np.inf, -0.5], [np.nan, np.nan]])
-    with pytest.raises(InputError, match=r"3.*6 margins.*NaN"):
-        margin_histogram(margins)
-    counts = margin_histogram(margins, mask=[0, 1, 0])
-    assert (counts[0, -1], counts[1, 0], counts.sum()) == (1, 1, 2), "the largest, and below 0 the smallest"

@@ -73,10 +73,6 @@ def test_everything_is_on_the_page(tmp_path):
         "\n".join(f"{key} = {value if value[0].isdigit() else repr(value)}" for key, value in rates.items())
     )
     assert parse_cluster(read, source="the page") == cluster, "seconds can be computed again"
-
-
-def test_tiles_say_what_no_row_says():
-    found = case()
     replicas, gap = plan_tiles(found)
     gap_ML = found.planned.over_mean_SMLG[0].max(axis=-1) / found.least_over_mean_ML - 1
     assert replicas.value == f"{found.plan.num_replicas_ML.mean():.1f}"

@@ -42,11 +42,6 @@ def found():
     return simulate(CONFIG)
 
 
-@pytest.fixture(scope="module")
-def full(found, tmp_path_factory):
-    return write_simulation_page(found, CONFIG, tmp_path_factory.mktemp("page") / "page.html").read_text()
-
-
 def part_of(found, *names, **seconds):
     """Some methods of a record alone, in these seconds of recompute and update, and none of planning."""
     methods = []
@@ -72,7 +67,8 @@ def rounds_to(text, value):
     return abs(float(text) - value) <= 0.501 * 10**-decimals
 
 
-def test_numbers_of_the_table_are_those_of_the_records(found, full):
+def test_numbers_sentences_and_pictures_are_those_of_the_records(found, tmp_path):
+    full = write_simulation_page(found, CONFIG, tmp_path / "page.html").read_text()
     for method in found.methods:
         cells = cells_of(full, method.label)
         known = {name: of(method, found["static"]) for name, of in SHOWN.items()}
@@ -86,9 +82,6 @@ def test_numbers_of_the_table_are_those_of_the_records(found, full):
         cells = cells_of(full, limit)
         assert cells["Executed"] == "no"
         assert rounds_to(cells["Speedup over static"], found["static"].training_s / seconds)
-
-
-def test_tiles_sentences_and_pictures_are_on_the_page(found, full):
     text = text_of(full)
     hours = found["static"].gpu_hours - found["ours"].gpu_hours
     assert simulation_tiles(found)[0].value == f"{abs(1000 * hours):.3g}"

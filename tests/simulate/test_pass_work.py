@@ -49,13 +49,10 @@ def arrivals(moved):
     return moved.host_KMLG.any(axis=3) | moved.direct_KMLG4.any(axis=(3, 4))
 
 
-def test_slots_of_a_layer_keep_what_they_hold():
+@pytest.mark.parametrize(("prefetch", "fetched_back"), [(0, [True, False]), (1, [False, False])])
+def test_slots_keep_what_they_hold_and_shared_ones_the_last_cells_where_the_way_turns_back(prefetch, fetched_back):
     for moved in transfers(planned("layer"), LAYERS, replace(COSTS, prefetch=0)):
         assert arrivals(moved).tolist() == [[[True] * 2, [False] * 2, [True] * 2], [[False] * 2] * 3]
-
-
-@pytest.mark.parametrize(("prefetch", "fetched_back"), [(0, [True, False]), (1, [False, False])])
-def test_shared_slots_still_hold_the_last_cells_where_the_way_turns_back(prefetch, fetched_back):
     costs = replace(COSTS, paths="direct", prefetch=prefetch)
     recompute, update = transfers(planned("shared"), LAYERS, costs)
     assert arrivals(recompute).tolist() == [[[True, True]] * 3, [[False, False]] * 3]
