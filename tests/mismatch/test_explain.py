@@ -13,8 +13,8 @@ from foreroute.testing.routes import synthetic_trace
 from tests.mismatch import planted_defects as planted
 
 SEEDS = [
-    range(12),
-    pytest.param(range(12, 40), marks=pytest.mark.slow),
+    range(8),
+    pytest.param(range(8, 40), marks=pytest.mark.slow),
     pytest.param(range(40, 200), marks=pytest.mark.exhaustive),
 ]
 PLANTED = {

@@ -191,10 +191,11 @@ def executed(trace, packing, plan, align=1, native=None):
     Tokens without a route pick `native` experts, at their homes.
     """
     rows = np.zeros((packing.num_micro_steps, trace.spec.num_layers, RANKS), int)
+    micro_step_N, rank_N = (np.repeat(of_S, trace.lengths) for of_S in (packing.micro_step_S, packing.rank_S))
     for m, layer in np.ndindex(rows.shape[:2]):
         cell, load_GE = plan.cell(m, layer), np.zeros((RANKS, EXPERTS), int)
         for g in range(RANKS):
-            mine = np.isin(np.repeat(np.arange(len(trace)), trace.lengths), packing.sequences(m, g))
+            mine = (micro_step_N == m) & (rank_N == g)
             known = np.bincount(trace.expert_ids_NLK[mine & trace.valid_N, layer].ravel(), minlength=EXPERTS)
             for e, count in enumerate(known):
                 replicas = sorted(np.flatnonzero(cell.expert_R == e), key=lambda r: cell.rank_R[r])
