@@ -32,7 +32,7 @@ PURE_ROOMS = (
 
 def test_importing_loads_what_is_asked_for():
     package, named, compared, pure, drawing, command_line = loaded_by(
-        "import foreroute as fr",
+        "import foreroute as fr\nassert set(fr.__all__) == set(dir(fr))",
         "fr.load, fr.planner",
         "fr.compare",
         all_of(PURE_ROOMS),

@@ -59,3 +59,8 @@ def __getattr__(name: str) -> Any:
     room = import_module(f"foreroute.{_ROOM_OF.get(name, name)}")
     found = globals()[name] = getattr(room, name) if name in _ROOM_OF else room
     return found
+
+
+def __dir__() -> list[str]:
+    """Name what is public, whether it was asked for or not."""
+    return sorted(__all__)

@@ -10,8 +10,10 @@ from foreroute.conformance import ALL_CHECKS, CheckResult, ConformanceReport, Ou
 from foreroute.doctor import Evidence, Finding, Severity, diagnose
 from foreroute.doctor.evidence import TrainerPass
 from foreroute.errors import InputError
+from foreroute.testing.routes import synthetic_trace
 from tests.mismatch import planted_defects as planted
 from tests.tiers import grid
+from tests.traces import spec_of
 
 
 def pair(plant):
@@ -116,6 +118,16 @@ def test_probabilities_are_judged_by_how_far_apart_they_are(without, replayed, w
     assert found.worst is worst
     assert told in found.headline
     assert "F(2)" not in diagnose(probabilities(0.05, 0.01)).headline, "a share of nothing is not told"
+
+
+@pytest.mark.parametrize(("prompts", "told"), [(4, "by no more than chance"), (100, "makes it worse")])
+def test_samples_of_one_prompt_are_no_evidence_each(prompts, told):
+    """Replay harms a quarter of 100 sequences: all samples of one prompt of four, or 25 prompts of 100."""
+    trace = synthetic_trace(spec_of(), [6] * prompts, seed=0).select(np.repeat(np.arange(prompts), 100 // prompts))
+    engine, harm = np.full(200, -3.0), np.repeat([0.5, 1e-3], [50, 150])
+    passes = {"native": TrainerPass(None, engine + 1e-3), "replayed": TrainerPass(None, engine + harm)}
+    evidence = Evidence(engine=trace, engine_logprobs_R=engine, response_lengths_S=np.full(100, 2), **passes)
+    assert told in str(diagnose(evidence).findings)
 
 
 def test_the_rest_is_told_with_advice():

@@ -10,8 +10,9 @@ from foreroute import RoutedLayer
 from foreroute.errors import InputError
 from foreroute.mismatch import root_mismatch, split_k3, token_mismatch
 from foreroute.mismatch.decisions import misplaced_masks, stream_difference
+from foreroute.testing.routes import synthetic_trace
 from foreroute.trace import SAMPLING, DecisionStream, RoutingSpec, RoutingTrace
-from tests.traces import random_trace
+from tests.traces import random_trace, spec_of
 
 
 def logprobs(seed, off=0.3):
@@ -69,7 +70,26 @@ def test_roots_and_consequences_are_those_of_a_loop():
     assert (worst.deficit, worst[:3], worst.engine, worst.trainer) == (deficit, place, of_engine, of_trainer)
     assert found.median == np.median([each[0] for each in listed if each[0]]), "exact ties say nothing of it"
     for roots_L, steep in (([4, 20, 4], [(1, 5.0)]), ([4, 19, 4], []), ([0, 16, 0], [(1, 16.0)]), ([1, 15, 1], [])):
-        assert replace(found, roots_L=np.array(roots_L)).steep == steep
+        assert replace(found, distinct_L=np.array(roots_L)).steep == steep
+
+
+def test_copies_of_a_root_say_it_once():
+    """As samples of one prompt have them: 20 copies of four roots would make a layer steep, and a batch of 80."""
+    engine = synthetic_trace(spec_of(), [6, 5], seed=3)
+    ids = engine.expert_ids_NLK.copy()
+    ids[1:5, 1] = (ids[1:5, 1] + 1) % 8
+    deficits = np.random.default_rng(0).exponential(1, ids.shape[:2])
+    copies = np.tile(np.arange(2), 20)
+    rows = np.concatenate([np.arange(*engine.offsets[s : s + 2]) for s in copies])
+    sides = engine, replace(engine, expert_ids_NLK=ids)
+    one = root_mismatch(*sides, deficits_NL=deficits)
+    many = root_mismatch(*(each.select(copies) for each in sides), deficits_NL=deficits[rows])
+    assert [each.tolist() for each in (one.roots_L, many.roots_L, many.distinct_L)] == [
+        [0, 4, 0],
+        [0, 80, 0],
+        [0, 4, 0],
+    ]
+    assert (many.median, many.threshold, many.steep, many.far) == (one.median, np.inf, [], ())
 
 
 def test_what_stands_far_out_is_told_by_the_batch_alone():

@@ -38,7 +38,7 @@ GPU_RATES = {
     "hardware": {
         "gemm_flops_per_s": (1e12, 1e16, "FLOP/s"),
         "attention_flops_per_s": (1e12, 1e16, "FLOP/s"),
-        "memory_bytes_per_s": (1e11, 1e14, "bytes per second"),
+        "memory_bytes_per_s": (1e11, 2.5e13, "bytes per second"),
     },
     "links": {
         "node_bytes_per_s": (1e9, 2e12, "bytes per second"),

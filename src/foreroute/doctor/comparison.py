@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -12,7 +11,7 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from foreroute.checks import as_array, as_mask
-from foreroute.doctor.evidence import Evidence, TrainerPass
+from foreroute.doctor.evidence import Evidence, TrainerPass, standard_error
 from foreroute.doctor.findings import Diagnosis, diagnose
 from foreroute.errors import InputError
 from foreroute.mismatch import root_mismatch
@@ -46,7 +45,7 @@ class Comparison:
             `max_abs_log_ratio`; the same under replay as `replayed/k3` and so on, and `gain`, k3 without over k3 with
             it; of the two parts of k3, in nats, `k3/routing` and `k3/rest`; of routes `routed_rows`, `differing_share`,
             `differing_tokens_share` and `overlap`, and `roots_share` and `consequences_share` of the same decisions.
-        errors: of those that are means over tokens, the standard errors (see `standard_error`).
+        errors: of those that are means over tokens, the standard errors, over sequences that do not depend on others.
         diagnosis: what it means, and what to do.
     """
 
@@ -159,23 +158,6 @@ def compare(
             each = [root_mismatch(routed.select([s]), would.select([s]), executed.select([s])) for s in alike]
             figures.add("", OF_ROOTS, measures.roots, each)
     return Comparison(metrics=figures.values, errors=figures.errors, diagnosis=diagnosis)
-
-
-def standard_error(sums_S: ArrayLike, counts_S: ArrayLike) -> float:
-    """Return the standard error of `sum(sums_S) / sum(counts_S)`, a mean over tokens; NaN below two such sequences.
-
-    It is too small for k3 of few sequences, which is skewed, and says little about what hardly a sequence has, such as
-    F(2) of a good engine.
-    """
-    sums, counts = np.asarray(sums_S, np.float64), np.asarray(counts_S, np.float64)
-    units, total = int((counts > 0).sum()), counts.sum()
-    if units < 2:
-        return math.nan
-    # the delta method with sequences as units: tokens of one sequence depend on each other
-    with np.errstate(over="ignore", invalid="ignore"):
-        off_S = sums - sums.sum() / total * counts
-        error = float(np.sqrt(units / (units - 1) * (off_S**2).sum()) / total)
-    return error if math.isfinite(error) else math.nan
 
 
 def _check_padding(kept: NDArray[Any] | None, attention_mask: ArrayLike | None, *, has_routes: bool) -> None:

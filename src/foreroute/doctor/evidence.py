@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from enum import IntEnum
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
+from numpy.typing import ArrayLike, NDArray
 
 from foreroute.conformance import ConformanceReport
 from foreroute.doctor.attribution import Attribution
@@ -258,14 +259,15 @@ def _with_tokens(found: Measures, evidence: Evidence) -> Measures:
         found, without=_tokens(native, engine_R), with_replay=_tokens(replayed, engine_R), rescored=nearest, zeros=zeros
     )
     native_R, replayed_R = (None if each is None else each.logprobs_R for each in (native, replayed))
+    units_R = _units(evidence)
     if native_R is not None and replayed_R is not None:
         split = split_k3(native_R, replayed_R, engine_R) if found.without is not None else None
-        found = replace(found, rise=_rise(native_R, replayed_R, engine_R), split=split)
+        found = replace(found, rise=_rise(native_R, replayed_R, engine_R, units_R), split=split)
     # routes of the engine, where they were replayed, leave the least that is not about tokens
     trainer_R = native_R if replayed_R is None else replayed_R
     if trainer_R is None:
         return found
-    found = replace(found, ratio=_ratio(trainer_R, engine_R, zeros))
+    found = replace(found, ratio=_ratio(trainer_R, engine_R, zeros, units_R))
     if zeros:  # sequences of zeros fit nowhere, and set the others apart
         return found
     order = None if evidence.response_lengths_S is None else _order(trainer_R, engine_R, evidence.response_lengths_S)
@@ -290,27 +292,75 @@ def _zeros(
     return tuple(each for each in found if each is not None)
 
 
-def _ratio(trainer_R: NDArray[Any], engine_R: NDArray[Any], zeros: tuple[Zeros, ...]) -> tuple[float, float] | None:
+def _units(evidence: Evidence) -> NDArray[np.int64] | None:
+    """Number the prompt of each response token, or its sequence where no text is known; None where that is open.
+
+    Tokens behind one prompt are no independent draws: what differs in its rows is in all samples of it.
+    """
+    engine, lengths_S = evidence.engine, evidence.response_lengths_S
+    if lengths_S is None or evidence.engine_logprobs_R is None or lengths_S.sum() != len(evidence.engine_logprobs_R):
+        return None
+    units = np.arange(len(lengths_S))
+    # routes in arrays have no tokens
+    if engine is not None and len(engine) == len(lengths_S) and engine.token_ids_N.any():
+        ends = engine.offsets[1:] - lengths_S
+        prompts = [
+            engine.token_ids_N[first:end].tobytes() for first, end in zip(engine.offsets[:-1], ends, strict=True)
+        ]
+        numbers = {prompt: number for number, prompt in enumerate(prompts)}
+        units = np.array([numbers[prompt] for prompt in prompts], np.int64)
+    return np.repeat(units, lengths_S)
+
+
+def _ratio(
+    trainer_R: NDArray[Any], engine_R: NDArray[Any], zeros: tuple[Zeros, ...], units_R: NDArray[np.int64] | None
+) -> tuple[float, float] | None:
     """Give the trainer's over the engine's probability, mean and standard error, over tokens that tell."""
     # nobody can tell whether a probability of 1 was filled in, or one token was left to draw from
     kept_R = ~np.any([np.asarray(engine_R) == 0, *(each.zero_R for each in zeros)], axis=0)
     log_r = (np.asarray(trainer_R, np.float64) - engine_R)[kept_R]
-    return _mean(np.exp, log_r) if len(log_r) > 1 else None
+    return _mean(np.exp, log_r, units_R=None if units_R is None else units_R[kept_R]) if len(log_r) > 1 else None
 
 
-def _rise(native_R: NDArray[Any], replayed_R: NDArray[Any], engine_R: NDArray[Any]) -> tuple[float, float] | None:
+def _rise(
+    native_R: NDArray[Any], replayed_R: NDArray[Any], engine_R: NDArray[Any], units_R: NDArray[np.int64] | None
+) -> tuple[float, float] | None:
     """Give by how much replay raises a token's part of k3, mean and standard error."""
     if len(engine_R) < 2:
         return None
     log_r = [np.asarray(each, np.float64) - engine_R for each in (native_R, replayed_R)]
-    return _mean(lambda without, replay: np.expm1(replay) - replay - (np.expm1(without) - without), *log_r)
+    return _mean(
+        lambda without, replay: np.expm1(replay) - replay - (np.expm1(without) - without), *log_r, units_R=units_R
+    )
 
 
-def _mean(term: Callable[..., NDArray[np.float64]], *log_r: NDArray[np.float64]) -> tuple[float, float]:
-    """Return the mean of a term of log-ratios and its standard error."""
+def _mean(
+    term: Callable[..., NDArray[np.float64]], *log_r: NDArray[np.float64], units_R: NDArray[np.int64] | None
+) -> tuple[float, float]:
+    """Return the mean of a term of log-ratios and its standard error: that of tokens, or of units if it is larger."""
     with np.errstate(over="ignore", invalid="ignore"):  # a ratio that float64 does not hold makes no figure
         values = term(*log_r)
-        return float(values.mean()), float(values.std(ddof=1) / len(values) ** 0.5)
+        error = float(values.std(ddof=1) / len(values) ** 0.5)
+        if units_R is not None:
+            error = float(np.fmax(error, standard_error(np.bincount(units_R, values), np.bincount(units_R))))
+        return float(values.mean()), error
+
+
+def standard_error(sums_S: ArrayLike, counts_S: ArrayLike) -> float:
+    """Return the standard error of `sum(sums_S) / sum(counts_S)`, a mean over tokens; NaN below two such sequences.
+
+    It is too small for k3 of few sequences, which is skewed, and says little about what hardly a sequence has, such as
+    F(2) of a good engine.
+    """
+    sums, counts = np.asarray(sums_S, np.float64), np.asarray(counts_S, np.float64)
+    units, total = int((counts > 0).sum()), counts.sum()
+    if units < 2:
+        return math.nan
+    # the delta method with sequences as units: tokens of one sequence depend on each other
+    with np.errstate(over="ignore", invalid="ignore"):
+        off_S = sums - sums.sum() / total * counts
+        error = float(np.sqrt(units / (units - 1) * (off_S**2).sum()) / total)
+    return error if math.isfinite(error) else math.nan
 
 
 def _shift(trainer_R: NDArray[Any], engine_R: NDArray[Any]) -> tuple[int, float, float] | None:

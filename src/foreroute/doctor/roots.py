@@ -56,7 +56,7 @@ def about_roots(measures: Measures) -> Iterator[Finding]:
             Severity.WARNING,
             "routes",
             f"No near-tie: {_words(far[0], measures)}. Its deficit of {far[0].deficit:.3g} is "
-            f"{far[0].deficit / found.median:.0f} times the median of {many(int(found.roots_L.sum()), 'root')}; "
+            f"{far[0].deficit / found.median:.0f} times the median of {many(int(found.distinct_L.sum()), 'root')}; "
             f"roundings stay below {found.threshold / found.median:.0f} times it.{others}",
             ONE_PICK,
         )
@@ -64,12 +64,15 @@ def about_roots(measures: Measures) -> Iterator[Finding]:
     if found.consequences_L is not None:
         followed = f"; {found.consequences_share:.1%} more differ in its own pass as a consequence"
     worst = f" The least like a near-tie: {_words(found.worst[0], measures)}." if found.worst and not far else ""
+    # samples of one prompt share its rows
+    roots, distinct = int(found.roots_L.sum()), int(found.distinct_L.sum())
+    copies = f" ({distinct:,} where copies in samples of one prompt are one)" if distinct < roots else ""
     is_natural = measures.explanation is not None and measures.explanation.kind is Defect.NONE
     yield Finding(
         Severity.FINE if is_natural else Severity.NOTE,
         "routes",
-        f"The mismatch of routes begins at {many(int(found.roots_L.sum()), 'root')}: on the engine's routes the "
-        f"trainer would still choose otherwise in {found.share:.1%} of the routing decisions{followed}.{worst}",
+        f"The mismatch of routes begins at {many(roots, 'root')}{copies}: on the engine's routes the trainer would "
+        f"still choose otherwise in {found.share:.1%} of the routing decisions{followed}.{worst}",
     )
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from itertools import islice
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -104,16 +105,19 @@ class RootMismatch:
     Attributes:
         rows: number of token rows compared.
         roots_L: int64 [L], decisions that are roots.
+        distinct_L: int64 [L], the same where copies are one: samples of one prompt share its rows, and a near-tie there
+            is a root in each of them.
         consequences_L: int64 [L], those that differ in the trainer's own pass and are no root; None where that pass is
             not known.
-        median: of the deficits of roots that are no ties; NaN where there is none.
+        median: of the deficits of distinct roots that are no ties; NaN where there is none.
         threshold: deficit from which a root stands far above the others; infinite below `FEWEST_ROOTS` of these.
-        worst: roots by their deficit, the largest first: all that stand far above the others, and one at least. Empty
-            where deficits are not known.
+        worst: distinct roots by their deficit, the largest first: all that stand far above the others, and one at
+            least. Empty where deficits are not known.
     """
 
     rows: int
     roots_L: NDArray[np.int64]
+    distinct_L: NDArray[np.int64]
     consequences_L: NDArray[np.int64] | None
     median: float
     threshold: float
@@ -143,10 +147,10 @@ class RootMismatch:
 
     @property
     def steep(self) -> list[tuple[int, float]]:
-        """Layers that have roots at `STEEP` times the median rate of the others or more, and how many times."""
+        """Layers with distinct roots at `STEEP` times the median rate of the others or more, and how many times."""
         found = []
-        for layer, count in enumerate(self.roots_L.tolist()):
-            others = np.delete(self.roots_L, layer)
+        for layer, count in enumerate(self.distinct_L.tolist()):
+            others = np.delete(self.distinct_L, layer)
             # one root, as a median of 0 has no multiples
             median = max(float(np.median(others)), 1.0) if len(others) > 1 else math.inf
             if count >= max(FEWEST_ROOTS, STEEP * median):
@@ -182,13 +186,23 @@ def root_mismatch(
         consequences = (flips_RL[both[0]] & ~differs_RL[both[1]]).sum(axis=0, dtype=np.int64)
     median, threshold = math.nan, math.inf
     worst: tuple[Root, ...] = ()
+    row_of, layer_of = np.nonzero(differs_RL)
+    row_of = rows[row_of]
     if deficits_NL is not None:
         deficits = packed(deficits_NL, None, name="deficits", axes=1)
         if deficits.shape != replayed.expert_ids_NLK.shape[:2]:
             raise InputError(f"deficits are {deficits.shape}; expected {replayed.expert_ids_NLK.shape[:2]}, [N, L]")
+        # of copies the first counts, which is the one that is least like a near-tie
+        order = np.argsort(-deficits[row_of, layer_of], kind="stable")
+        row_of, layer_of = row_of[order], layer_of[order]
+    kept = _first_of_copies(engine, replayed, row_of, layer_of)
+    row_of, layer_of = row_of[kept], layer_of[kept]
+    distinct_L = np.bincount(layer_of, minlength=differs_RL.shape[1])
+    if deficits_NL is not None:
         # a router whose scores are NaN says nothing of near-ties
-        row_of, layer_of = np.nonzero(differs_RL & ~np.isnan(deficits[rows]))
-        found = deficits[rows[row_of], layer_of]
+        known = ~np.isnan(deficits[row_of, layer_of])
+        row_of, layer_of = row_of[known], layer_of[known]
+        found = deficits[row_of, layer_of]
         # exact ties, which bfloat16 has many of, say nothing of how large the deficit of a near-tie is
         apart = found[found > 0]
         if len(apart):
@@ -196,9 +210,20 @@ def root_mismatch(
         if len(apart) >= FEWEST_ROOTS:
             # the largest of so many where half exceed the median, and half of these twice it, and so on
             threshold = median * math.log2(len(apart) / CHANCE)
-        order = np.argsort(-found, kind="stable")[: max(1, int((found > threshold).sum()))]
-        worst = tuple(_root(engine, replayed, int(rows[row_of[n]]), int(layer_of[n]), float(found[n])) for n in order)
-    return RootMismatch(len(rows), differs_RL.sum(axis=0, dtype=np.int64), consequences, median, threshold, worst)
+        shown = zip(row_of.tolist(), layer_of.tolist(), found.tolist(), strict=True)
+        worst = tuple(_root(engine, replayed, *each) for each in islice(shown, max(1, int((found > threshold).sum()))))
+    roots_L = differs_RL.sum(axis=0, dtype=np.int64)
+    return RootMismatch(len(rows), roots_L, distinct_L, consequences, median, threshold, worst)
+
+
+def _first_of_copies(
+    engine: RoutingTrace, replayed: RoutingTrace, row_of: NDArray[np.int64], layer_of: NDArray[np.int64]
+) -> NDArray[np.int64]:
+    """Give the places, in order, of roots that no earlier one repeats: layer, position, token and both selections."""
+    places = layer_of, engine.positions_N[row_of], engine.token_ids_N[row_of]
+    picks = (np.sort(trace.expert_ids_NLK[row_of, layer_of], axis=-1) for trace in (engine, replayed))
+    alike: NDArray[Any] = np.column_stack((*places, *picks))
+    return np.sort(np.unique(alike, axis=0, return_index=True)[1])
 
 
 def _differing(engine: RoutingTrace, other: RoutingTrace) -> tuple[NDArray[np.bool_], NDArray[np.int64]]:
