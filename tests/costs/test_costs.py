@@ -5,7 +5,6 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -112,6 +111,7 @@ OF_MODELS = {
 @pytest.mark.parametrize("name", MODELS)
 def test_a_preset_has_as_many_parameters_as_the_models_own_layers(name):
     """A mean layer of four where kinds alternate, else the last; routers, norms and convolutions left out."""
+    import torch
     from transformers import AutoConfig, AutoModelForCausalLM
 
     kind, changes = OF_MODELS[name]
