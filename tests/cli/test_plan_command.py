@@ -31,10 +31,9 @@ def plan(words, folder, columns=80):
 def counts(seed=0):
     """Every layer routes the same tokens of a rank, to two experts each."""
     rng = np.random.default_rng(seed)
-    drawn = rng.poisson(rng.pareto(2.0, (3, 2, 1, 8)) * 40, (3, 2, 4, 8))
-    routed = drawn.sum(axis=3)
-    drawn[..., 0] += (2 * -(-routed.max(axis=1, keepdims=True) // 2)) - routed
-    return drawn
+    share = rng.pareto(2.0, (3, 2, 1, 8))
+    drawn = rng.multinomial(rng.poisson(160, (3, 1, 4)), share / share.sum(axis=3, keepdims=True))
+    return drawn + np.roll(drawn, 1, axis=3)
 
 
 @pytest.fixture(scope="module")
@@ -58,6 +57,7 @@ def files(tmp_path_factory):
         (lambda counts: counts, ""),
         (lambda counts: counts // 4, "layer 1 has .* of rank 0 in micro-step 0: layer 0 .* layers route"),
         (lambda counts: np.concatenate([counts[..., :1] + 1, counts[..., 1:]], axis=3), "no multiple of top_k 2"),
+        (lambda counts: np.stack([counts.sum(-1), *[0 * counts.sum(-1)] * 7], -1), "one expert has more than 1/2 of"),
         (lambda counts: counts[:, :, :1].repeat(4, axis=2), "all ranks have the same counts"),
         (lambda counts: counts * (np.arange(4) < 2)[:, None], "ranks 2, 3 have no tokens"),
         (lambda counts: counts[:, [1, 1]], "layers 0 and 1 have the same counts"),

@@ -117,6 +117,8 @@ def test_probabilities_are_judged_by_how_far_apart_they_are(without, replayed, w
     found = diagnose(probabilities(without, replayed))
     assert found.worst is worst
     assert told in found.headline
+    assert ("natural logarithms" in str(found.findings)) == (max(without, replayed or 0) > 0.1 and told == "")
+    assert "Parity would pay" not in str(found.findings), "where most tokens are apart, something is broken"
     assert "F(2)" not in diagnose(probabilities(0.05, 0.01)).headline, "a share of nothing is not told"
 
 

@@ -127,6 +127,11 @@ def test_a_step_that_takes_longer_is_no_gain_however_fast_its_training(found):
         f"By the cost model, foreroute makes the whole step {gain} times as fast as static, with 9\N{NO-BREAK SPACE}s "
         "more of planning; it makes recompute and update alone 1.60 times as fast as static."
     )
+    slower = replace(late, phases=late.phases._replace(planning=0.6))
+    both = part_of(found, "static", "eplb_step", static=2.0, eplb_step=1.6).methods
+    assert simulation_finding(replace(some, methods=(*both, slower))).endswith(
+        "; whole steps, with the wait for plans and moves of homes, are shortest with EPLB, this step (not executed)."
+    )
     lossy = replace(late, gpu_hours=1.0, gpu_hours_saved=-0.25)
     lost = simulation_tiles(replace(some, methods=(some["static"], lossy)))[0]
     assert (lost.name, lost.value) == ("GPU-hours lost in 1000 steps", "250")

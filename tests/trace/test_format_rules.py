@@ -1,6 +1,7 @@
 """Each rule of docs/formats.md for readers of traces: a file that breaks it is refused, though checksums are right."""
 
 import json
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -227,6 +228,11 @@ def test_far_more_memory_than_the_file_has_bytes_is_neither_written_nor_read(tmp
     monkeypatch.undo()
     with pytest.raises(TraceFileError, match=r"\d+.*frames.*become 80018000"):
         fr.load(tmp_path / "t")
+
+
+def test_a_generation_is_not_saved_as_a_trace(tmp_path):
+    with pytest.raises(TraceContentError, match=r"Namespace.*save_generation"):
+        fr.save(SimpleNamespace(trace=TRACE), tmp_path / "t")
 
 
 def test_a_header_of_more_than_a_mebibyte_is_not_written(tmp_path):

@@ -116,7 +116,7 @@ def run_plan(
             console.print(shown_table(table))
     execute = {}
     if compared.passes_by_plan and compared.pays:
-        way = f"foreroute.plan.load_plan({output.name!r}), then routed.execute: docs/experts.md, docs/megatron.md"
+        way = f"foreroute.plan.load_plan({str(output)!r}), then routed.execute: docs/experts.md, docs/megatron.md"
         execute = {"execute": way}
         console.print(shown_facts(execute))
     made = {"made": f"foreroute {foreroute.__version__}, {date.today()}: {shlex.join(['foreroute', *sys.argv[1:]])}"}
@@ -337,6 +337,10 @@ def _warn_of_odd_counts(counts_MLGE: NDArray[np.int32], top_k: int, source: Path
     for is_wrong_MLG, why in (
         (routed_MLG != routed_MLG[:, :1], "layer 0 has others, and layers route the same tokens"),
         (routed_MLG % top_k > 0, f"that is no multiple of top_k {top_k}, the assignments of a token"),
+        (
+            counts_MLGE.max(axis=3) > routed_MLG // top_k,
+            f"one expert has more than 1/{top_k} of them, but a token picks an expert once (top_k {top_k})",
+        ),
     ):
         if len(wrong := np.argwhere(is_wrong_MLG)):
             m, layer, g = wrong[0].tolist()

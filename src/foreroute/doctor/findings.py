@@ -49,15 +49,16 @@ NEXT_TOKEN = (
     "Logits of position p score token p + 1. Cut both sides alike: the first log-prob of a response is that of its "
     "first token."
 )
-UNLIKE = "Check that the engine received the last weights, and that temperature, template and tokens are the same."
+SAME_TOKENS = (
+    "See that both sides have natural logarithms at one temperature, that each log-prob is of the same token on both "
+    "(logits of position p score token p + 1), and that the mask marks responses alone."
+)
 WITH_REPLAY = (
     "Measure with replay as well (--model, --replayed, or replayed_logprobs of fr.compare): it tells how much of this "
     "is routing."
 )
-LIKE_ROUTES = (
-    "Routes are the same, so that replay mends nothing: see that both sides have one temperature, that each log-prob "
-    "is of the same token on both, and that the mask marks responses alone."
-)
+UNLIKE = f"Check that the engine received the last weights. {SAME_TOKENS}"
+LIKE_ROUTES = f"Routes are the same, so that replay mends nothing. {SAME_TOKENS}"
 NO_ROUTES = "Look at both with foreroute inspect: a trace without routed rows was captured without routes."
 
 ADVICE = {
@@ -234,9 +235,8 @@ def _marked(evidence: Evidence) -> Iterator[Finding]:
         yield Finding(
             Severity.WARNING,
             "probabilities",
-            f"Every sequence begins with {zeros_S.min()} or more response tokens whose log-prob is exactly 0 on both "
-            f"sides, {zeros_S.sum()} of {len(own_R)} in all, as where a mask marks prompts or padding. Means are over "
-            "them too.",
+            f"Every sequence begins with response tokens whose log-prob is exactly 0 on both sides, {zeros_S.sum()} of "
+            f"{len(own_R)} in all, as where a mask marks prompts or padding. Means are over them too.",
             "If these are tokens of prompts, give the mask of response tokens, not the attention mask. A policy that "
             "is sure of a template has such zeros too.",
         )
@@ -318,11 +318,12 @@ def _replay(evidence: Evidence, measures: Measures, is_broken: bool) -> Iterator
     versions = "" if evidence.engine is None else version_words(evidence.engine)
     over = f"over {many(without.count, 'response token')}{versions and f' of {versions}'}"
     if replayed is None or gain is None:
+        far = f"{SAME_TOKENS} " if without.k3 > LARGE else ""  # more than flips of experts make
         yield Finding(
             _by_probabilities(without, Severity.NOTE),
             "probabilities",
             f"Trainer and engine are apart by k3 {without.k3:.2e} nats{_tail(without)}, {over}, without replay.",
-            LIKE_ROUTES if measures.routes is not None and measures.routes.differing_share == 0 else WITH_REPLAY,
+            LIKE_ROUTES if measures.routes is not None and measures.routes.differing_share == 0 else far + WITH_REPLAY,
         )
         return
     both = f"k3 goes from {without.k3:.2e} to {replayed.k3:.2e} nats{_tail(without, replayed)}, {over}"
@@ -355,7 +356,7 @@ def _replay(evidence: Evidence, measures: Measures, is_broken: bool) -> Iterator
     # what has a name above is not called by a guess here
     named = measures.shift is not None or measures.order is not None or bool(measures.zeros)
     if gain > 1 / HELPS and not named:
-        yield from about_parts(measures, without, is_broken)
+        yield from about_parts(measures, without, is_broken or replayed.f(2.0) >= MOST)
     if replayed.k3 > LARGE and gain > 1 / HELPS and not named:
         yield Finding(
             _by_probabilities(replayed, Severity.WARNING),

@@ -15,8 +15,8 @@ zeros, and which part of it. Float32 rounds many of a peaked policy to 0, and th
 Where top-p leaves one token to draw from, the other side gives it that much: one half and more, as top-p is set."""
 
 BEGIN, SHARE_OF_BEGINNINGS, SHARE_OF_OTHERS = 6, 0.2, 0.1
-"""Zeros of both sides with which each sequence begins where prompts were marked: more than most templates make sure,
-a part of all tokens, and at most a part of the others, which a peaked policy exceeds."""
+"""Zeros of both sides with which sequences begin on average where prompts were marked: more than most templates make
+sure, a part of all tokens, and at most a part of the others, which a peaked policy exceeds."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -63,5 +63,10 @@ def shared_beginnings(
     counts = np.array([len(each) if each.all() else int(each.argmin()) for each in parts])
     # padding behind the last token may be marked as well
     others = np.concatenate([np.trim_zeros(~each) for each in parts]) if parts else zero_R
-    is_unscored = len(counts) and counts.min() >= BEGIN and counts.sum() >= SHARE_OF_BEGINNINGS * len(zero_R)
+    is_unscored = (
+        len(counts)
+        and counts.min() > 0
+        and counts.mean() >= BEGIN
+        and counts.sum() >= SHARE_OF_BEGINNINGS * len(zero_R)
+    )
     return counts if is_unscored and (~others).sum() < SHARE_OF_OTHERS * len(others) else None

@@ -55,7 +55,7 @@ KINDS = {
     rb".*[\0-\x08\x0e-\x1f]": "",  # binary, of a kind that nobody knows
     LINE + rb"<(?i:!doctype|html)": "a page in HTML. It may tell what went wrong when it was fetched",
     LINE + rb"(\[{1,2}[A-Za-z_][\w.-]*\]{1,2}\s|[A-Za-z_][\w.-]*[ \t]*=)": "TOML",
-    LINE + rb"[{\[][^\n]*[}\]]\r?\n[{\[]": "JSON Lines (.jsonl). Read it line by line, and hand in one value",
+    LINE + rb"[{\[][^\n]*[}\]]\r?\n[{\[]": "JSON Lines (.jsonl). Hand in one of its values, or a JSON list of them",
     LINE + rb"[{\[]": "JSON",
     rb"": "text",
 }
@@ -76,7 +76,7 @@ def open_regular(path: str | os.PathLike[str], error: type[InputError]) -> Buffe
         # O_NONBLOCK: to open a FIFO would otherwise wait for a writer
         descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
     except FileNotFoundError as cause:
-        raise error(f"{path} does not exist") from cause
+        raise error(f"{path} does not exist" + ("" if path.is_absolute() else f" in {Path.cwd()}")) from cause
     except (OSError, ValueError) as cause:  # a ValueError for a path that is no name
         raise error(f"{path} cannot be opened ({reason(cause)})") from cause
     mode = os.fstat(descriptor).st_mode

@@ -131,7 +131,8 @@ def _compared(
         return rows, (
             f"sequence {s} has {int(length_S[s])} tokens in the batch and {int(trace.lengths[s])} in the trace, equal "
             "up to there; pass the attention mask if the rest is padding. Tokens that no router has seen, such as the "
-            "last sampled one, are joined with trace.continued_by(RoutingTrace.unrouted(spec, tokens))"
+            "last sampled one, are joined with trace.continued_by(RoutingTrace.unrouted(spec, tokens)); behind "
+            "generate recording.rollout(tokens, mask) does so"
         )
     routed_before = np.concatenate([np.zeros(1, np.int64), np.cumsum(trace.valid_N)])
     left_out = routed_before[trace.offsets[1:]] - routed_before[trace.offsets[:-1] + length_S]

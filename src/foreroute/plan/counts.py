@@ -136,11 +136,14 @@ def _check_shape(given: NDArray[Any], num_ranks: int | None) -> None:
         )
     ranks, experts = given.shape[2:]
     if num_ranks is not None and ranks != num_ranks:
-        raise CountsError(f"counts have {ranks} source ranks and the topology {num_ranks}; expected the same")
+        raise CountsError(
+            f"counts have {ranks} source ranks and the topology {num_ranks}; expected the same (num_ranks of the "
+            f"topology), and counts, here {given.shape}, as [micro-steps, layers, source ranks, experts]"
+        )
     if experts % ranks:
         raise CountsError(
-            f"{experts} experts cannot be placed evenly on {ranks} ranks; "
-            "use a number of expert-parallel ranks that divides the number of experts"
+            f"{experts} experts cannot be placed evenly on {ranks} ranks; use a number of expert-parallel ranks that "
+            f"divides it. Counts, here {given.shape}, are [micro-steps, layers, source ranks, experts]"
         )
     if experts > MOST_EXPERTS:
         raise CountsError(f"counts have {experts} experts; expected at most {MOST_EXPERTS}")

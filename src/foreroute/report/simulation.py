@@ -116,6 +116,9 @@ def simulation_finding(record: SimulationRecord) -> str:
     if main.training_s > AS_FAST * best.training_s:
         against = other or main
         gain += f"; {named(best, record)} is {as_fast(against.training_s, best.training_s)} {against.label}"
+    whole = min(record.methods, key=lambda one: one.step_s)
+    if main.step_s > AS_FAST * whole.step_s and whole is not static:
+        gain += f"; whole steps, with the wait for plans and moves of homes, are shortest with {named(whole, record)}"
     if main.step_s <= AS_FAST * static.step_s:
         return f"{by}, {named(main, record)} makes recompute and update {gain}."
     # a faster pass may be bought by planning or moves; the finding must not hide it

@@ -110,6 +110,11 @@ def save(
         TraceFileError: when `path` exists and `overwrite` is False, or cannot be written: what was there is whole.
         TraceContentError: when a row cannot be true, the encoding is unknown, or the header would take more than 1 MiB.
     """
+    if not isinstance(trace, RoutingTrace):
+        raise TraceContentError(
+            f"what is to be saved is a {type(trace).__name__}; expected a RoutingTrace, as generation.trace is. "
+            "capture.save_generation writes a generation whole"
+        )
     return FORMAT.write(path, *encode(trace, encoding), overwrite=overwrite)
 
 

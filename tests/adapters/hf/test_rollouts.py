@@ -93,15 +93,11 @@ def test_masks_of_sliding_windows_alone_are_refused():
     assert recording.rollout(output, mask).lengths.tolist() == mask.sum(1).tolist()
 
 
-@pytest.mark.parametrize(
-    ("pad", "end", "behind", "is_told"),
-    [(PAD, END, PAD, True), (None, END, END, True), (9, END, PAD, False), (None, None, 0, True)],
-)
-def test_padding_that_is_counted_as_tokens_is_told(pad, end, behind, is_told):
+@pytest.mark.parametrize(("pad", "behind", "is_told"), [(PAD, PAD, True), (None, END, True), (9, PAD, False)])
+def test_padding_that_is_counted_as_tokens_is_told(pad, behind, is_told):
     """Without a mask or with ones, by the configuration; never where the mask says it, nor of one token at the end."""
     model = tiny("qwen3_moe").eval()
-    model.config.pad_token_id, model.config.eos_token_id = pad, None
-    model.generation_config.eos_token_id = end
+    model.config.pad_token_id, model.generation_config.eos_token_id = pad, END
     routed = hf.attach(model)
     tokens = torch.tensor([[3, 4, 5, END, behind, behind], [3, 4, 5, 6, 8, END]])
     with routed.record() as recording, torch.no_grad():

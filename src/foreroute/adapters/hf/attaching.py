@@ -195,13 +195,12 @@ def warn_of_padding(model: nn.Module, tokens: Sequence[NDArray[np.int64]]) -> No
     configs = [getattr(model, name, None) for name in ("generation_config", "config")]
     ends = {end for config in configs for end in _ids(getattr(config, "eos_token_id", None))}
     paddings = [pad for config in configs for pad in _ids(getattr(config, "pad_token_id", None))]
-    # without padding of their own, `generate` goes on with the end token, of which the first is no padding; where no
-    # configuration names either, batches are filled with zeros
-    known = set(paddings[:1]) or ends or {0}
+    # without padding of their own, `generate` goes on with the end token, of which the first is no padding
+    known = set(paddings[:1]) or ends
     if any(len(each) > 1 and each[-1] == each[-2] and int(each[-1]) in known for each in tokens):
         warnings.warn(
-            f"sequences of the rollout end in several tokens {' or '.join(map(str, sorted(known)))}, "
-            "which look like padding and are kept as tokens with routes; give an attention_mask that is 0 there",
+            f"sequences of the rollout end in several tokens {' or '.join(map(str, sorted(known)))}, the padding of "
+            "this model, which are kept as tokens with routes; give an attention_mask that is 0 there",
             stacklevel=3,
         )
 
