@@ -58,8 +58,8 @@ def write():
 
     torch.set_num_threads(1)
     by_gate, exceptions = {}, {}
-    for name, family in FAMILIES.items():
-        model = class_to_name(family.model)
+    for name, model_class in FAMILIES.items():
+        model = class_to_name(model_class)
         by_gate.setdefault(str(GATES[name]), []).append(f"{name} ({model})" if model else name)
         for check in CHECKS:
             if reason := check(name):
