@@ -160,7 +160,7 @@ class ChoicesMended(Sparse, fails="indexers-refused"):
         stream = trace.streams.get("indexer")
         if stream is not None:
             try:
-                handle.good.indexers.check(stream, trace.offsets)
+                handle.routed.indexers.check(stream, trace.offsets)
             except ForerouteError:
                 stream = None
             if stream is None or not stream.valid_N.all():
