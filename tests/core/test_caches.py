@@ -18,7 +18,7 @@ from foreroute.core import AttachError, ReplayError, attach
 from foreroute.core import trunk as core_trunk
 from foreroute.core.caches import FollowedCache
 from foreroute.testing.models import tiny
-from tests.adapters.hf.model_runs import batch_of, rows_log
+from tests.adapters.hf.model_runs import batch_of
 
 PROMPTS = batch_of(4, 4)["input_ids"]
 REPEATED = torch.tensor([[3, 5, 7, 3, 5, 7, 3, 5]])
@@ -142,7 +142,10 @@ def test_drafts_that_are_rejected_are_left_out(routed, how):
     options = {"prompt_lookup_num_tokens": 3, "eos_token_id": -1}
     if how == "an assistant":
         options = {"assistant_model": tiny("qwen3_moe", num_hidden_layers=2, seed=1).eval()}
-    with routed.record() as recording, rows_log(routed.model.model) as rows:
+    rows = []  # of every forward; rejected drafts are among them
+    note = lambda _, args, given: rows.append(given["input_ids"].shape[1])  # noqa: E731
+    counted = routed.model.model.register_forward_pre_hook(note, with_kwargs=True)
+    with routed.record() as recording, counted:
         sampled = routed.model.generate(REPEATED, max_new_tokens=12, do_sample=False, pad_token_id=0, **options)
     require_recorded(routed, recording, sampled[:, :-1], may_have_more=how == "sliding windows")
     assert sum(rows) > sampled.shape[1] - 1, "the control: drafts were rejected, and computed"
