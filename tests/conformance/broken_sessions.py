@@ -1,6 +1,6 @@
 """Adapters whose sessions are broken in one way each."""
 
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import ExitStack, contextmanager, nullcontext, suppress
 from dataclasses import replace
 
 import numpy as np
@@ -108,9 +108,8 @@ class NoFinally(Adapter, fails="exception-safety"):
 class SkipsFusedRouters(Adapter, fails="fused-bypass"):
     @contextmanager
     def session(self, handle, trace, **options):
-        with ExitStack() as stack:
-            if handle.model.injected is not Fault.FUSED_ROUTER:
-                stack.enter_context(super().session(handle, trace, **options))
+        is_fused = handle.model.injected is Fault.FUSED_ROUTER
+        with nullcontext() if is_fused else super().session(handle, trace, **options):
             yield
 
 
@@ -124,10 +123,8 @@ class FindsTheOrphans(Adapter, fails="orphan-routers"):
 
     @contextmanager
     def session(self, handle, trace, **options):
-        with ExitStack() as stack:
-            if hasattr(handle, "orphan"):
-                stack.enter_context(suppress(ReplayError))
-            stack.enter_context(super().session(handle, trace, **options))
+        refusals = suppress(ReplayError) if hasattr(handle, "orphan") else nullcontext()
+        with refusals, super().session(handle, trace, **options):
             yield
 
 
@@ -149,24 +146,26 @@ class HeadIsLayerZero(Adapter, fails="mtp-alias"):
         return logits, weights, layer0
 
 
-class BelievesEverything(Adapter):
-    """Fills a trace without looking at ids that its subclass finds `spoiled`."""
+SPOILED = {
+    "duplicates-refused": lambda spec, ids: (np.diff(np.sort(ids, -1), axis=-1) == 0).any(),
+    "range-refused": lambda spec, ids: ids.max() >= spec.num_experts,
+}
+"""By check, the ids from outside that fill a trace without a look."""
 
+
+def believing(is_spoiled):
     def ingest(self, spec, token_ids, expert_ids):
-        if not self.spoiled(spec, np.concatenate(expert_ids)):
-            return super().ingest(spec, token_ids, expert_ids)
+        ids = np.concatenate(expert_ids)
+        if not is_spoiled(spec, ids):
+            return Adapter.ingest(self, spec, token_ids, expert_ids)
         fine = [np.broadcast_to(np.arange(spec.top_k), np.shape(r)) for r in expert_ids]
-        return with_ids(super().ingest(spec, token_ids, fine), np.concatenate(expert_ids))
+        return with_ids(Adapter.ingest(self, spec, token_ids, fine), ids)
+
+    return ingest
 
 
-class TakesDuplicates(BelievesEverything, fails="duplicates-refused"):
-    def spoiled(self, spec, ids):
-        return (np.diff(np.sort(ids, -1), axis=-1) == 0).any()
-
-
-class TakesPhysicalIds(BelievesEverything, fails="range-refused"):
-    def spoiled(self, spec, ids):
-        return ids.max() >= spec.num_experts
+for check, is_spoiled in SPOILED.items():
+    broken(check, ingest=believing(is_spoiled))
 
 
 class TakesStaleRoutes(Adapter, fails="stale-refused"):

@@ -21,17 +21,13 @@ from tests.tiers import grid
 BATCH = batch_of(9, 6, 4)
 
 
-def own_routes(model, routed, batch=BATCH):
-    with routed.record() as recording, torch.no_grad():
-        logits = model(**batch, use_cache=False).logits
-    return recording.ids()[0], logits
-
-
-def with_own_routes(**options):
+def with_own_routes(model=None):
     """A model, attached, with what it picks by itself, and its logits."""
-    model = tiny("qwen3_moe", **options)
+    model = model or tiny("qwen3_moe")
     routed = attach(model)
-    return model, routed, *own_routes(model, routed)
+    with routed.record() as recording, torch.no_grad():
+        logits = model(**BATCH, use_cache=False).logits
+    return model, routed, recording.ids()[0], logits
 
 
 def test_tensors_and_traces_are_replayed_alike():
@@ -39,12 +35,10 @@ def test_tensors_and_traces_are_replayed_alike():
     ids = torch.rand((3, 9, 2, 8), generator=torch.Generator().manual_seed(0)).argsort(-1)[..., :2]
     ids, seen = torch.where(BATCH["attention_mask"][..., None, None] > 0, ids, -1), []
     for is_trace in (True, False):
-        model = tiny("deepseek_v3").train()
+        model, given = tiny("deepseek_v3").train(), (ids, BATCH["attention_mask"])
         routed = (hf.attach if is_trace else attach)(model)
         if is_trace:
-            given = [fr.RoutingTrace.from_padded(routed.spec, BATCH["input_ids"], ids, BATCH["attention_mask"])]
-        else:
-            given = [ids, BATCH["attention_mask"]]
+            given = [fr.RoutingTrace.from_padded(routed.spec, BATCH["input_ids"], *given)]
         with routed.replay(*given):
             loss_of(model, BATCH).backward()
         seen.append(gradients(model))
@@ -57,11 +51,11 @@ def test_every_number_of_experts_is_attached_and_replayed(num_experts):
     one_head = {"num_attention_heads": 1, "num_key_value_heads": 1}
     model = tiny("qwen3_moe", num_experts=num_experts, hidden_size=8, moe_intermediate_size=4, **one_head)
     routed = hf.attach(model)
-    own, native = own_routes(model, attach(model))
+    _, tensors, own, native = with_own_routes(model)
     last = torch.arange(own[..., 0].numel(), dtype=own.dtype).view(own.shape[:-1]) % 2 + num_experts - 2
     ids = torch.stack((last, torch.zeros_like(last)), -1)
     trace = fr.RoutingTrace.from_padded(routed.spec, BATCH["input_ids"], ids, BATCH["attention_mask"])
-    for replayed in (routed.replay(trace, telemetry=True), attach(model).replay(ids, BATCH["attention_mask"])):
+    for replayed in (routed.replay(trace, telemetry=True), tensors.replay(ids, BATCH["attention_mask"])):
         with replayed, experts_log(model) as log, torch.no_grad():
             assert not torch.equal(model(**BATCH, use_cache=False).logits, native)
         real_R = BATCH["attention_mask"].flatten().bool()
@@ -166,8 +160,7 @@ def test_a_layer_costs_few_calls(use_reentrant, most):
     def steps(layers):
         model = tiny("qwen3_moe", num_hidden_layers=layers, norm_topk_prob=False)
         enable_checkpointing(model, use_reentrant)
-        routed = attach(model)
-        routes, _ = own_routes(model, routed)
+        _, routed, routes, _ = with_own_routes(model)
         with routed.replay(routes, BATCH["attention_mask"]):
             yield lambda: loss_of(model, BATCH).backward()
 

@@ -76,9 +76,11 @@ def random_routes(spec, batch, seed=1):
 
 def log_probs(model, batch):
     """[tokens], of every next token that is not padding."""
-    logits = whole(model(**batch, use_cache=False).logits)[:, :-1]
-    targets = batch["input_ids"][:, 1:]
-    picked = logits.log_softmax(-1).gather(-1, targets[..., None])[..., 0]
+    return log_probs_of(whole(model(**batch, use_cache=False).logits), batch)
+
+
+def log_probs_of(logits, batch):
+    picked = logits[:, :-1].log_softmax(-1).gather(-1, batch["input_ids"][:, 1:, None])[..., 0]
     real = (batch["attention_mask"][:, 1:] * batch["attention_mask"][:, :-1]).bool()
     return picked[real]
 

@@ -1,6 +1,6 @@
 """Models of transformers, as the properties of sessions take them."""
 
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from functools import partial
 
 import torch
@@ -92,22 +92,20 @@ class HuggingFaceSubject(Subject):
             map_RE.scatter_(1, args[1], True)
             given.append(Given(column, map_RE.view(shape).numpy(), weights_RE.view(shape).numpy()))
 
-        handles = [
-            self.model.get_submodule(path).register_forward_pre_hook(partial(note, column=column))
-            for path, column in columns.items()
-        ]
-        yield given
-        for handle in handles:
-            handle.remove()
+        with ExitStack() as stack:
+            for path, column in columns.items():
+                hook = partial(note, column=column)
+                stack.enter_context(self.model.get_submodule(path).register_forward_pre_hook(hook))
+            yield given
 
     @contextmanager
     def scores(self):
         seen = []
         note = lambda router, args, out: seen.append(selected_by(self.family, router, out).view(*self._shape, -1))  # noqa: E731
-        handles = [router.register_forward_hook(note) for router in self.routers]
-        yield seen
-        for handle in handles:
-            handle.remove()
+        with ExitStack() as stack:
+            for router in self.routers:
+                stack.enter_context(router.register_forward_hook(note))
+            yield seen
 
     @property
     def selects_by_logits(self):

@@ -12,8 +12,6 @@ ROOT = Path(__file__).parents[3]
 PAGE = ROOT / "docs/huggingface.md"
 BEGIN, END = "<!-- support table -->", "<!-- end of support table -->"
 HOW_TO_UPDATE = "write it anew with `python tests/adapters/hf/support_table.py`"
-USUAL = "ForCausalLM"
-"""How the class of a family ends where the page does not name it."""
 
 
 @functools.cache
@@ -37,13 +35,12 @@ def committed_refusals():
 
 
 def class_to_name(model):
-    return "" if model.endswith(USUAL) else model
+    return "" if model.endswith("ForCausalLM") else model
 
 
 def _lists():
-    section = PAGE.read_text().partition(BEGIN)[2].partition(END)[0]
-    blocks = [block for block in section.split("\n\n") if block.startswith("- ")]
-    return [re.findall(r"^- \*\*(.*?)\*\*: (.*)$", block, re.MULTILINE) for block in blocks]
+    blocks = PAGE.read_text().partition(BEGIN)[2].partition(END)[0].split("\n\n")
+    return [re.findall(r"^- \*\*(.*?)\*\*: (.*)$", block, re.MULTILINE) for block in blocks if block[:2] == "- "]
 
 
 def write():

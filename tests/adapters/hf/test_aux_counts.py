@@ -27,15 +27,10 @@ def executed_and_native(routed, trace, **kwargs):
 
 def switch_loss(router_logits, ids, num_experts):
     """E · Σ_e f_e · P_e over rows of all layers that are no padding (Switch Transformer, arXiv 2101.03961, 4 to 6)."""
-    rows, assigned = 0, torch.zeros(num_experts, dtype=torch.float64)
-    probability = torch.zeros(num_experts, dtype=torch.float64)
-    for logits, picks in zip(router_logits, ids, strict=True):
-        for row in KEPT.nonzero()[:, 0]:
-            rows += 1
-            probability += logits[row].detach().double().softmax(-1)
-            for expert in picks[row]:
-                assigned[expert] += 1
-    return num_experts * (assigned / rows * probability / rows).sum()
+    probability = torch.cat([logits[KEPT].detach().double().softmax(-1) for logits in router_logits]).mean(0)
+    picks = torch.cat([each[KEPT] for each in ids])
+    assigned = torch.stack([(picks == expert).sum() for expert in range(num_experts)]) / len(picks)
+    return num_experts * (assigned * probability).sum()
 
 
 @pytest.mark.shows("Hugging Face", "auxiliary losses (`output_router_logits`), of native or of executed routes")

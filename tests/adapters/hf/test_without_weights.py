@@ -14,7 +14,7 @@ from tests.adapters.hf.families import SIZES, SPARSE, build
 from tests.adapters.hf.family_checks import attached, require_told, written
 from tests.tiers import grid
 
-OTHERWISE = [
+OTHERWISE = [  # one for each way in which configurations name dense layers
     ("qwen3_moe", {"decoder_sparse_step": 2, "mlp_only_layers": [1], "num_hidden_layers": 6}),
     ("jamba", {"expert_layer_period": 3, "expert_layer_offset": 0, "num_hidden_layers": 5}),
     ("llama4", {"interleave_moe_layer_step": 2, "num_hidden_layers": 5}),
@@ -23,17 +23,10 @@ OTHERWISE = [
     ("step3p7", {"mlp_layer_types": None, "moe_layers_enum": "0,2"}),
     ("deepseek_v4", {"mlp_layer_types": None, "num_hash_layers": 2}),
 ]
-"""One for each way in which configurations name dense layers."""
+CHOOSING = [(name, SPARSE[name]) for name in ("deepseek_v4", "glm5_next", "minimax_m3_vl")]
 
 
-@grid(
-    ("name", "fields"),
-    [
-        *OTHERWISE,
-        *((name, SPARSE[name]) for name in ("deepseek_v4", "glm5_next", "minimax_m3_vl")),
-    ],
-    quick=1,
-)
+@grid(("name", "fields"), OTHERWISE + CHOOSING, quick=1)
 def test_other_layers_than_those_of_the_default_are_seen(name, fields, tmp_path):
     """Dense ones in other places, and layers with indexers."""
     model, routed = attached(name, **fields)
@@ -49,10 +42,8 @@ def test_a_folder_says_all_that_decoding_needs(tmp_path):
     assert (served.vocabulary_size, served.max_positions) == (50, 64)
 
 
-DECODER = {
-    name: SIZES[name]
-    for name in ("vocab_size", "hidden_size", "num_hidden_layers", "num_experts", "num_experts_per_tok")
-} | {"moe_intermediate_size": 24, "layer_types": ["full_attention"] * 3, "head_dim": 16}
+READ = ("vocab_size", "hidden_size", "num_hidden_layers", "num_experts", "num_experts_per_tok", "moe_intermediate_size")
+DECODER = {name: SIZES[name] for name in READ} | {"layer_types": ["full_attention"] * 3, "head_dim": 16}
 
 
 def flat(model_type="qwen3_5_moe"):
@@ -65,7 +56,7 @@ def within(top, **text):
     return {"model_type": "qwen3_5_moe", "text_config": text} | top
 
 
-@pytest.mark.parametrize(
+@grid(
     "values",
     [
         flat("qwen3_5_moe_text"),
@@ -74,6 +65,7 @@ def within(top, **text):
         within({"hidden_size": 4096, "eos_token_id": 7}, **DECODER),
         {"thinker_config": {"text_config": DECODER}, "model_type": "qwen3_omni_moe"},
     ],
+    quick=2,
 )
 def test_sizes_where_transformers_reads_them_are_read(values, tmp_path):
     spec = spec_of(values, tmp_path)
