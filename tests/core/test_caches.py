@@ -1,7 +1,4 @@
-"""Recordings along a key-value cache whose rows somebody changes between two forwards.
-
-The oracle of what is recorded is one forward without a cache over the sequences that grew.
-"""
+"""Recordings along a key-value cache that somebody changes; the oracle is one forward without a cache."""
 
 import copy
 import inspect

@@ -23,26 +23,17 @@ SCORES = {
 
 @dataclass(frozen=True)
 class Gate:
-    """w = scale * score[ids], divided by (its sum over the picks + epsilon) where `renormalise`.
+    """w = scale * score[ids], divided by (its sum over the picks + epsilon) where `renormalise`."""
 
-    Attributes:
-        score: a key of `SCORES`.
-        logits: where the logits are in what a router returns that selects.
-        weights: float64 [R, K] by a rule of its own, from (router, its hidden states, logits [R, E], ids [R, K]).
-        label: for people, where the fields above do not say it all.
-        handed_on: how to read (weights, ids), both [R, K], off what the selecting function returns, given K.
-        of_picks: whether the router scores the picks alone, which is the same but for rounding.
-    """
-
-    score: str = "softmax"
+    score: str = "softmax"  # a key of `SCORES`
     renormalise: bool = False
     scale: float = 1.0
     epsilon: float = 0.0
-    logits: int = 0
-    weights: Callable | None = None
-    label: str = ""
-    handed_on: Callable | None = None
-    of_picks: bool = False
+    logits: int = 0  # their place in what a router returns
+    weights: Callable | None = None  # another rule: (router, hidden, logits [R, E], ids [R, K]) to float64 [R, K]
+    label: str = ""  # where the fields above do not say it all
+    handed_on: Callable | None = None  # reads (weights, ids), both [R, K], off what a router returns, given K
+    of_picks: bool = False  # scores of the picks alone, which are the same but for rounding
 
     def __str__(self):
         return self.label or self.score.replace("_", " ") + (" / sum" if self.renormalise else "")

@@ -1,7 +1,4 @@
-"""The families of docs/huggingface.md: written from the checks by running this file, read by `test_every_family`.
-
-Each family passes every check, except those that do not apply to it, which are listed with the reason.
-"""
+"""The families of docs/huggingface.md, and the checks that do not apply to one: written by running this file."""
 
 import functools
 import re

@@ -1,7 +1,6 @@
 """`torch.compile` of a replayed model: what eager computes, in as many graphs as without replay, whatever the trace.
 
-The oracle is the same model, eager. Backend `aot_eager` runs what AOTAutograd makes of a graph (its forward and its
-backward cut apart, recomputation and mutation included) without waiting for a C++ compiler.
+Backend `aot_eager` runs what AOTAutograd makes of a graph without waiting for a C++ compiler.
 """
 
 import numpy as np
@@ -30,10 +29,7 @@ def graphs():
 
 
 def step(routed, call, seed, batch=BATCH, *, inside=True, **kwargs):
-    """Loss, gradients and session; every fourth row is routed by the model, others each time.
-
-    Its backward runs in the session, or behind it.
-    """
+    """Loss, gradients and session, with backward inside or behind; every fourth row is the model's own."""
     routed.model.zero_grad()
     trace = random_routes(routed.spec, batch, seed)
     trace.valid_N[seed % 4 :: 4] = False

@@ -1,7 +1,4 @@
-"""Batches on a device that counts waits of the host: rows are found there, and what is wrong is told before updates.
-
-The oracle of rows is `locate_rows`, in NumPy on the host; that of what is told is the CPU, where it is told at once.
-"""
+"""On a device that counts waits: rows are found as NumPy finds them on the host, and faults told before updates."""
 
 import copy
 import itertools

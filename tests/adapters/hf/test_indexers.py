@@ -1,8 +1,4 @@
-"""Choices of sparse-attention indexers, recorded and replayed, in every family of transformers that has them.
-
-The oracle is the attention of the unpatched code: what an indexer did not choose has weight 0 there, and what it chose
-has not.
-"""
+"""Choices of sparse-attention indexers. The oracle is the attention of unpatched code: weight 0 where not chosen."""
 
 import itertools
 import re

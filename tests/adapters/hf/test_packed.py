@@ -1,7 +1,4 @@
-"""Where the sequences of a batch are: several in one row, as a layout says, and none at all.
-
-The oracle of packed rows is one forward per sequence.
-"""
+"""Where the sequences of a batch are; the oracle of packed rows is one forward per sequence."""
 
 import numpy as np
 import pytest

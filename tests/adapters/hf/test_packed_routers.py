@@ -1,7 +1,4 @@
-"""A router that a quantizing loader packed is named by attach and by the doctor, whatever the loader stores.
-
-The loaders themselves are stood in for by what they leave behind; `tests/settings` has real ones.
-"""
+"""A router that a quantizing loader packed is named. `tests/settings` has the loaders; here is what they leave."""
 
 import warnings
 

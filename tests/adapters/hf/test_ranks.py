@@ -1,7 +1,4 @@
-"""Data parallel training and transformers' own parallelism: two processes replay as one model on its own does.
-
-The oracle is that model with its experts forced by hand.
-"""
+"""Data parallel training and transformers' parallelism, held against one model with its experts forced by hand."""
 
 import io
 import re

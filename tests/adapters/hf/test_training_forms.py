@@ -1,7 +1,6 @@
-"""What training puts around a model: adapters, noise, dense layers, other heads.
+"""What training puts around a model: adapters, selective checkpoints, half precision, a Trainer.
 
-The oracle is the same thing without replay: under the routes that it takes by itself, replay changes no bit of loss or
-gradients. Under other routes, the experts are seen to get exactly those.
+Own routes change no bit of loss or gradients against the same without replay; of others, experts get exactly those.
 """
 
 import collections

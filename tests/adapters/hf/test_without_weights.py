@@ -1,7 +1,4 @@
-"""The layers that a configuration has on tensors without values are those that the attached model with weights has.
-
-`test_every_family` asks it of every family as it comes.
-"""
+"""The layers that a configuration tells, on tensors without values, are those of the model with weights."""
 
 import json
 
