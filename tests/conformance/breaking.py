@@ -113,13 +113,8 @@ class Model(HuggingFaceModel):
 
 class Step:
     def __init__(self, model, good):
-        self.model, self.batch, self.trace, self.seen, self.right = (
-            model,
-            model.batch,
-            model.trace,
-            good.seen,
-            good.backward,
-        )
+        self.model, self.batch, self.trace = model, model.batch, model.trace
+        self.seen, self.right = good.seen, good.backward
 
     def backward(self):
         self.model.backwards += 1

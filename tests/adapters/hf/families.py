@@ -9,6 +9,7 @@ import pytest
 import torch
 import transformers
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES as AUTO
+from transformers.models.auto.modeling_auto import MODEL_MAPPING_NAMES
 
 from foreroute.adapters.versions import PEERS
 
@@ -57,9 +58,10 @@ USUAL = (
     "afmoe aria axk1 axk2 bailing_hybrid cohere2_moe deepseek_v3 deepseek_v32 dots1 ernie4_5_moe exaone_moe "
     "flex_olmo glm4_moe glm4_moe_lite gpt_oss granitemoe granitemoe_swa granitemoehybrid granitemoeshared "
     "hunyuan_v1_moe hy_v3 hy_v4 inkling inkling2 jetmoe kolibri1 laguna longcat_flash mellum minimax minimax_m2 "
-    "mixtral olmoe phimoe qwen2_moe qwen3_5_moe qwen3_moe qwen3_next qwen4_exp sarvam_mla sarvam_moe solar_open"
+    "mistral_large4 mixtral muse_spark olmoe phimoe qwen2_moe qwen3_5_moe qwen3_moe qwen3_next qwen3_vl_moe qwen4_exp "
+    "sarvam_mla sarvam_moe solar_open"
 )
-"""Families whose causal language model needs nothing besides `SIZES`."""
+"""Families whose configuration needs nothing besides `SIZES`."""
 NEEDED = {
     "beam": DENSE_FIRST,
     "dbrx": {
@@ -98,26 +100,20 @@ OF_TEXT = {
     "deepseek_ocr2": "DeepseekOcr2TextModel",
     "diffusion_gemma": "DiffusionGemmaEncoderTextModel",
     "ernie4_5_vl_moe": "Ernie4_5_VLMoeTextModel",
-    "glm4v_moe": "Glm4vMoeTextModel",
-    "glm5_next": "Glm5NextTextModel",
-    "hy_v4_vl": "HYV4VLTextModel",
     "mistral4": "Mistral4ForCausalLM",
-    "mistral_large4": "MistralLarge4TextModel",
-    "muse_spark": "MuseSparkTextModel",
     "openai_privacy_filter": "OpenAIPrivacyFilterForTokenClassification",
     "qwen3_omni_moe": "Qwen3OmniMoeThinkerTextModel",
-    "qwen3_vl_moe": "Qwen3VLMoeTextModel",
     "step3p7": "Step3p7TextModel",
     "unlimited_ocr": "UnlimitedOcrTextModel",
 }
-"""Classes of families that have no causal language model of text."""
+"""Classes of families that have neither a causal language model nor a model of text by a name of their own."""
 MODELLED_BY = {"sarvam_mla": "deepseek_v3", "sarvam_moe": "glm4_moe"}
 """Families of which transformers has a configuration alone, and whose classes they have."""
 
 
 def class_of(name):
-    by_text = AUTO.get(f"{name}_text", AUTO.get(MODELLED_BY.get(name, name), ""))
-    return OF_TEXT.get(name, by_text)
+    causal = AUTO.get(f"{name}_text") or AUTO.get(MODELLED_BY.get(name, name))
+    return OF_TEXT.get(name) or causal or MODEL_MAPPING_NAMES.get(f"{name}_text", "")
 
 
 FAMILIES = {name: class_of(name) for name in sorted({*USUAL.split(), *NEEDED, *OF_TEXT})}

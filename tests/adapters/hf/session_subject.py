@@ -4,7 +4,6 @@ from contextlib import ExitStack, contextmanager
 from functools import partial
 
 import torch
-import transformers
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
 from foreroute.adapters import hf
@@ -12,8 +11,6 @@ from foreroute.testing.models import FAMILIES, GROUPED, tiny
 from tests.adapters.hf.families import lacks
 from tests.adapters.hf.model_runs import checkpoint_by_hand, checkpointed_by_library, enable_checkpointing, uneven
 from tests.replay.session_subject import Given, Subject, router_paths
-
-transformers.logging.set_verbosity_error()
 
 
 def by(checkpointing, use_reentrant):

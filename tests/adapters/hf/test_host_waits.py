@@ -127,35 +127,23 @@ def test_rows_are_found_on_the_device_as_on_the_host(batch, policy, monkeypatch)
     assert seen[2].equals(expected[2])
 
 
-def put(name, place, value):
-
-    def spoil(batch):
-        batch[name][place] = value
-
-    return spoil
-
-
 REFUSED = {
-    "other token": ("right", put("input_ids", (2, 5), 3), "sequence 2, position 5: token 3 in the batch, 15 in"),
-    "other token, left": ("left", put("input_ids", (1, 8), 3), "sequence 1, position 3: token 3 in the batch, 9 in"),
-    "no mask": ("right", put("attention_mask", (0, 0), 2), "attention_mask holds 2"),
-    "another pattern": (
-        "right, as a pattern",
-        put("attention_mask", (2, 0, 6, 3), False),
-        r"attention_mask is of shape \(3, 1, 9, 9\), another pattern than the causal one of a batch",
-    ),
-    "other start": ("packed", put("position_ids", (0, 3), 0), "the batch has 4 sequences and the trace has 3"),
-    "other lengths": ("packed, with lengths", put("cu_seq_lens_q", 1, 4), "restart at 0 elsewhere than at the offsets"),
-    "other end": ("packed, with lengths", put("cu_seq_lens_q", 3, 20), "run from 0 to 20; expected 0 to 18"),
-    "rows left out": ("right", put("attention_mask", (2, slice(6, None)), 0), "ends after 6 of 9 tokens and leaves"),
-    "longer": ("right", put("attention_mask", (0, 5), 1), "sequence 0 has 6 tokens in the batch and 5 in the trace"),
+    "other token": ("right", "input_ids", (2, 5), 3, "sequence 2, position 5: token 3 in the batch, 15 in"),
+    "other token, left": ("left", "input_ids", (1, 8), 3, "sequence 1, position 3: token 3 in the batch, 9 in"),
+    "no mask": ("right", "attention_mask", (0, 0), 2, "attention_mask holds 2"),
+    "other pattern": ("right, as a pattern", "attention_mask", (2, 0, 6, 3), False, "another pattern than the causal"),
+    "other start": ("packed", "position_ids", (0, 3), 0, "the batch has 4 sequences and the trace has 3"),
+    "other lengths": ("packed, with lengths", "cu_seq_lens_q", 1, 4, "restart at 0 elsewhere than at the offsets"),
+    "other end": ("packed, with lengths", "cu_seq_lens_q", 3, 20, "run from 0 to 20; expected 0 to 18"),
+    "rows left out": ("right", "attention_mask", (2, slice(6, None)), 0, "ends after 6 of 9 tokens and leaves"),
+    "longer": ("right", "attention_mask", (0, 5), 1, "sequence 0 has 6 tokens in the batch and 5 in the trace"),
 }
 
 
-@pytest.mark.parametrize(("name", "spoil", "message"), REFUSED.values(), ids=REFUSED)
-def test_what_the_device_finds_wrong_is_told_before_weights_change(name, spoil, message):
+@grid(("name", "field", "place", "value", "message"), REFUSED.values(), ids=REFUSED, quick=5)
+def test_what_the_device_finds_wrong_is_told_before_weights_change(name, field, place, value, message):
     batch = copy.deepcopy(BATCHES[name])
-    spoil(batch)
+    batch[field][place] = value
     here = model_on("cpu")
     trace = trace_of(here.spec)
     with pytest.raises(BatchMismatchError, match=message), here.replay(trace):

@@ -57,7 +57,7 @@ def test_a_capture_in_a_session_is_refused_and_leaves_nothing_behind(session, de
     telemetry = session == "replay with telemetry"
     with routed.record() if session == "record" else routed.replay(trace, telemetry=telemetry) as opened:
         expected = native(model, device)
-        with pytest.raises(ReplayError, match="Qwen3MoeModel runs in a session while"), capturing(device):
+        with pytest.raises(ReplayError, match=r"Qwen3MoeModel.*CUDA graph"), capturing(device):
             native(model, device)
         assert torch.equal(native(model, device), expected)
     assert session != "record" or len(opened.trace()) == 2 * len(trace)

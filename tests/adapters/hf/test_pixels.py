@@ -61,12 +61,11 @@ def build_whole(name, **overrides):
 
 
 def build_seeing(name="qwen3_vl_moe"):
-    return build_whole(name, image_token_id=IMAGE, video_token_id=VIDEO, vision_start_token_id=START)
-
-
-def patch_width(model):
+    """A model, attached, and the width of its patches."""
+    model = build_whole(name, image_token_id=IMAGE, video_token_id=VIDEO, vision_start_token_id=START)
     vision = model.config.vision_config
-    return getattr(vision, "in_channels", 3) * vision.temporal_patch_size * vision.patch_size**2
+    width = getattr(vision, "in_channels", 3) * vision.temporal_patch_size * vision.patch_size**2
+    return model, hf.attach(model), width
 
 
 class Seen:
@@ -113,9 +112,8 @@ def test_a_whole_model_replays_its_own_text_routes_bit_for_bit(name):
 @pytest.mark.shows("Hugging Face", "images, bound by a digest of their pixels")
 @grid("name", GRIDS, quick=1)
 def test_routes_of_images_replay_bit_for_bit_on_their_own_pixels_alone(name, tmp_path):
-    model = build_seeing(name)
-    routed, seen = hf.attach(model), Seen(patch_width(model))
-    other = Seen(patch_width(model), seed=1)
+    model, routed, width = build_seeing(name)
+    seen, other = Seen(width), Seen(width, seed=1)
     trace, native = recorded(routed, seen.batch(left=True))
     trace = fr.load(fr.save(trace, tmp_path / "trace.safetensors"))
     for chosen, left in (((0, 1, 2), False), ((2, 0), True), ((1,), False)):
@@ -143,8 +141,8 @@ def test_routes_of_images_replay_bit_for_bit_on_their_own_pixels_alone(name, tmp
 @grid("name", ("qwen3_vl_moe", "glm4v_moe"), quick=1)
 def test_videos_are_told_apart_too(name):
     """GLM-4.5V has tokens of images stand for them."""
-    model = build_seeing(name)
-    routed, token = hf.attach(model), VIDEO if name == "qwen3_vl_moe" else IMAGE
+    model, routed, width = build_seeing(name)
+    token = VIDEO if name == "qwen3_vl_moe" else IMAGE
     tokens = torch.tensor([[1, START, *[token] * 4, 3, 4]])
     batch = {
         "input_ids": tokens,
@@ -152,7 +150,7 @@ def test_videos_are_told_apart_too(name):
         "video_grid_thw": torch.tensor([[1, 4, 4]]),
     }
     batch["mm_token_type_ids"] = 2 * (tokens == token).int()
-    batch["pixel_values_videos"] = torch.randn(16, patch_width(model), generator=torch.Generator().manual_seed(0))
+    batch["pixel_values_videos"] = torch.randn(16, width, generator=torch.Generator().manual_seed(0))
     trace, native = recorded(routed, batch)
     with routed.replay(trace):
         assert torch.equal(outputs(model, batch), native)
@@ -172,8 +170,8 @@ def refuse(said, routed, routes, batch):
 
 
 def test_images_left_out_or_painted_over_are_noticed_and_digests_can_be_left_out():
-    model = build_seeing()
-    routed, batch = hf.attach(model), Seen(patch_width(model)).batch()
+    model, routed, width = build_seeing()
+    batch = Seen(width).batch()
     trace, _ = recorded(routed, batch)
     blind = {name: each for name, each in batch.items() if name not in ("pixel_values", "image_grid_thw")}
     refuse("no pixels behind the token", routed, trace, blind)

@@ -91,22 +91,22 @@ def both_stacks():
     return torch.nn.ModuleDict({"encoder": tiny("qwen3_moe"), "decoder": tiny("qwen3_moe")})
 
 
-REFUSED = [
-    (partial(with_router, limited_to_groups(lambda scores, is_open: scores * is_open)), "weight zero"),
-    (partial(with_router, ArgSortRouter), "made no top-k selection"),
-    (
-        partial(with_router, OwnWayRouter, slice(1, 2)),
-        r"layers\.1\.mlp\.gate \(OwnWayRouter\) was told to pick other experts and.* not obeyed",
-    ),
-    (failing, r"without foreroute.*attach\(model, example="),
-    (past_its_router, r"layers\.1\.mlp\.gate .* did not run, but its layer did"),
-    (sharing, r"at model\.layers\.0\.mlp\.gate, model\.layers\.2\.mlp\.gate .*2 times"),
-    (table_of_zeros, "K different picks"),
-    (both_stacks, r"ModuleDict.*encoder"),
-]
-
-
-@pytest.mark.parametrize(("make", "reason"), REFUSED)
+@pytest.mark.parametrize(
+    ("make", "reason"),
+    [
+        (partial(with_router, limited_to_groups(lambda scores, is_open: scores * is_open)), "weight zero"),
+        (partial(with_router, ArgSortRouter), "made no top-k selection"),
+        (
+            partial(with_router, OwnWayRouter, slice(1, 2)),
+            r"layers\.1\.mlp\.gate \(OwnWayRouter\) was told to pick other experts and.* not obeyed",
+        ),
+        (failing, r"without foreroute.*attach\(model, example="),
+        (past_its_router, r"layers\.1\.mlp\.gate .* did not run, but its layer did"),
+        (sharing, r"at model\.layers\.0\.mlp\.gate, model\.layers\.2\.mlp\.gate .*2 times"),
+        (table_of_zeros, "K different picks"),
+        (both_stacks, r"ModuleDict.*encoder"),
+    ],
+)
 def test_a_model_that_replay_would_not_reach_everywhere_is_refused(make, reason):
     with pytest.raises(AttachError, match=reason):
         hf.attach(make())

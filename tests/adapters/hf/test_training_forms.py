@@ -130,19 +130,9 @@ def trained(tmp_path, model, routes, **options):
             with routes(inputs.pop("number").tolist(), inputs):
                 return super().compute_loss(model, inputs, **kwargs)
 
-    arguments = TrainingArguments(
-        tmp_path,
-        per_device_train_batch_size=2,
-        gradient_accumulation_steps=4,
-        max_steps=2,
-        learning_rate=0.1,
-        optim="sgd",
-        remove_unused_columns=False,
-        report_to=[],
-        save_strategy="no",
-        use_cpu=True,
-        **options,
-    )
+    options |= {"per_device_train_batch_size": 2, "gradient_accumulation_steps": 4, "max_steps": 2, "use_cpu": True}
+    options |= {"learning_rate": 0.1, "optim": "sgd", "remove_unused_columns": False, "save_strategy": "no"}
+    arguments = TrainingArguments(tmp_path, report_to=[], **options)
     rows = [
         {"input_ids": ids, "labels": ids, "attention_mask": torch.ones_like(ids), "number": number}
         for number, ids in enumerate(ACCUMULATED["input_ids"])
