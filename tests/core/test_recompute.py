@@ -14,24 +14,19 @@ class Owner:
     """Notes which pass is open whenever the function runs again."""
 
     def __init__(self):
-        self.now, self.again = None, []
+        self.again = []
 
     @contextmanager
     def reopen(self, current, ran):
-        before, self.now = self.now, current
         self.again.append((current, ran))
-        try:
-            yield
-        finally:
-            self.now = before
+        yield
 
 
-def part(owner, current, *names):
-    """A function that binds the checkpoints around it, as routers do, once for each name."""
+def part(owner, current, name):
+    """A function that binds the checkpoints around it, as a router does."""
 
     def run(x):
-        for name in names:
-            recompute.bind(current, [name], owner.reopen)
+        recompute.bind(current, [name], owner.reopen)
         return x.sin()
 
     return run

@@ -67,8 +67,7 @@ def test_own_routes_change_no_bit_and_others_are_counted():
 
 
 @pytest.mark.parametrize(
-    ("change", "said"),
-    [([99], "an id out of range"), ([3, 3], "an expert twice"), ([-1], "-1 beside experts")],
+    ("change", "said"), [([99], "an id out of range"), ([3, 3], "an expert twice"), ([-1], "-1 beside experts")]
 )
 def test_ids_that_cannot_be_take_no_effect_and_are_told(change, said):
     model, routed, own, native = with_own_routes()
@@ -104,17 +103,14 @@ def test_ids_of_other_shapes_and_types_are_refused_and_sessions_without_a_forwar
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("script", "said"),
-    [
+def test_examples_run(capsys):
+    """In a plain loop, and from the tensors of SkyRL and verl as they are: 13 rows have a route, in two replays."""
+    for script, said in (
         ("plain_loop.py", r"step 2: loss -?\d\.\d+, \d+ rows"),
         ("as_they_are.py", r"losses \[(\S+), \1\]; 26 rows of each router"),
-    ],
-)
-def test_examples_run(script, said, capsys):
-    """In a plain loop, and from the tensors of SkyRL and verl as they are: 13 rows have a route, in two replays."""
-    runpy.run_path(str(Path(__file__).parents[2] / "examples" / "core" / script), run_name="__main__")
-    assert re.search(said, capsys.readouterr().out)
+    ):
+        runpy.run_path(str(Path(__file__).parents[2] / "examples" / "core" / script), run_name="__main__")
+        assert re.search(said, capsys.readouterr().out)
 
 
 @grid("dtype", INTEGERS, quick=2, ids=str)

@@ -48,7 +48,6 @@ NAMES_OF = {
     0: "pad_token_id hidden_size_per_layer_input",
 }
 SIZES = {name: size for size, names in NAMES_OF.items() for name in names.split()}
-ALWAYS = {"head_dim"}  # read by modelling code, often not declared
 DENSE_FIRST = {"mlp_layer_types": ["dense", "sparse", "sparse"]}
 ROPE = {"rope_type": "default", "rope_theta": 10000.0}
 HALF_ROPE = {**ROPE, "partial_rotary_factor": 0.5}
@@ -170,15 +169,12 @@ def skip_in_older(why):
 
 
 def build(name, *, experts="eager", dtype=torch.float32, seed=0, sizes=SIZES, **overrides):
-    """The tiny model of a family, in eval mode, or one of other `sizes`; `overrides` replace configuration fields.
-
-    A test that asks for a family that the installed transformers lacks is skipped.
-    """
+    """The tiny model of a family, in eval mode; `overrides` replace fields. Skips where transformers lacks it."""
     skip_where_lacking(name)
     by = MODELLED_BY.get(name, name)
     model_class = getattr(importlib.import_module(f"transformers.models.{by}.modeling_{by}"), FAMILIES[name])
     config_class = transformers.CONFIG_MAPPING[name] if name in MODELLED_BY else model_class.config_class
-    known = config_fields(config_class) | ALWAYS
+    known = config_fields(config_class) | {"head_dim"}  # read by modelling code, often not declared
     given = {field: value for field, value in sizes.items() if field in known} | NEEDED.get(name, {}) | overrides
     config = config_class(**{field: value for field, value in given.items() if value is not None})
     config._experts_implementation = experts

@@ -140,17 +140,13 @@ class HuggingFaceSubject(Subject):
         return {said: partial(self._call, batch, **{**good, **change}) for said, change in changes.items()}
 
 
-def are_probabilities(scores_RE):
-    return torch.allclose(scores_RE.sum(-1), scores_RE.new_ones(len(scores_RE)))
-
-
 def selected_by(family, router, output):
     """[R, E] in float64, what a router selects by, computed from its logits by the family's definition."""
     logits = (output if isinstance(output, torch.Tensor) else output[0]).detach().double()
     if family == "gpt_oss":
         return logits
     if family in {"qwen3_moe", "mixtral", "olmoe"}:  # transformers 5.3 hands on the probabilities
-        return logits if are_probabilities(logits) else logits.softmax(-1)
+        return logits if torch.allclose(logits.sum(-1), logits.new_ones(())) else logits.softmax(-1)
     if family == "deepseek_v3":
         scores = logits.sigmoid() + router.e_score_correction_bias
         best = scores.view(len(scores), 4, 2).topk(2, dim=-1).values.sum(-1).topk(2, dim=-1).indices

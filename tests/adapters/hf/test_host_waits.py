@@ -33,11 +33,6 @@ def padded(side):
     return batch
 
 
-def with_positions(side):
-    batch = padded(side)
-    return batch | {"position_ids": (batch["attention_mask"].cumsum(1) - 1).clip(0)}
-
-
 def as_pattern(batch):
     """With the pattern of causal attention that `generate` makes of a mask for a static cache."""
     causal = torch.ones(9, 9, dtype=torch.bool).tril()
@@ -47,7 +42,7 @@ def as_pattern(batch):
 BATCHES = {
     "left": padded("left"),
     "right": padded("right"),
-    "left, with positions": with_positions("left"),
+    "left, with positions": padded("left") | {"position_ids": (padded("left")["attention_mask"].cumsum(1) - 1).clip(0)},
     "right, as a pattern": as_pattern(padded("right")),
     "packed": packed(SEQUENCES, [[0, 1, 2]]),
     "packed, with lengths": packed(SEQUENCES, [[0, 1, 2]]) | {"cu_seq_lens_q": OFFSETS, "cu_seq_lens_k": OFFSETS},

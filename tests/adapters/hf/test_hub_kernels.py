@@ -1,7 +1,6 @@
 """`use_kernels=True`: other forwards on instances, anew at each change of mode, as the library kernels puts them there.
 
-Stand-ins: real ones come from a hub and run on a GPU. `model.train()` and `model.eval()` call `set_use_kernels`, or
-`kernelize` in older releases, which takes kernels for inference, some without a backward, where no training is on.
+Stand-ins: real ones run on a GPU. `train()` and `eval()` put kernels for inference, some without a backward, there.
 """
 
 from types import MethodType

@@ -226,15 +226,9 @@ def test_nobody_waits_for_choices(monkeypatch):
             assert waits()[0] == unpatched + 2 * len(routed.indexers.layers)
 
 
-def padded_inside():
-    batch = batch_of(9, 5)
-    for each in batch.values():
-        each[1] = each[1, [0, 5, 1, 2, 6, 3, 4, 7, 8]]
-    return batch
-
-
+PADDED_INSIDE = {name: each[:, [0, 5, 1, 2, 6, 3, 4, 7, 8]] for name, each in batch_of(9, 5).items()}
 MISPLACED = {
-    "padding inside": ("deepseek_v32", padded_inside(), "padding lies inside a sequence"),
+    "padding inside": ("deepseek_v32", PADDED_INSIDE, "padding lies inside a sequence"),
     "padding before": ("minimax_m3_vl", batch_of(9, 5, side="left"), "a sequence begins behind padding"),
     "several in a row": (
         "glm5_next",

@@ -1,7 +1,6 @@
 """What jobs on a GPU bring: captures, memory that CUDA graphs use again, weights that are kept elsewhere.
 
-Without a GPU, what torch says during a capture is made up, and a compiled model writes its notes to the same addresses
-in every pass, as one in a CUDA graph does. tests/gpu has what only a GPU shows.
+Without a GPU, what torch says during a capture is made up, and so are addresses that a graph writes to in every pass.
 """
 
 from contextlib import contextmanager

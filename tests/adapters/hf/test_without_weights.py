@@ -70,8 +70,7 @@ def test_sizes_where_transformers_reads_them_are_read(values, tmp_path):
 
 
 @pytest.mark.parametrize(
-    "values",
-    [flat(), within(flat()), within({"num_experts": 8}, num_hidden_layers=3), flat("llama4")],
+    "values", [flat(), within(flat()), within({"num_experts": 8}, num_hidden_layers=3), flat("llama4")]
 )
 def test_sizes_that_transformers_does_not_read_are_refused(values, tmp_path):
     with pytest.raises(ConfigError, match=r"has \w+ = \d+ beside text_config, .* takes .* set model_type to \w+_text"):
