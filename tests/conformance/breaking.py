@@ -8,6 +8,7 @@ from unittest.mock import patch
 import numpy as np
 import torch
 
+from foreroute.adapters import hf
 from foreroute.conformance import Case, Unsupported
 from foreroute.conformance.huggingface import HuggingFaceModel, HuggingFaceUnderTest
 from foreroute.core.output_check import OutputCheck
@@ -24,11 +25,10 @@ OF_GROUPS = {"layer-axis", "gate-rule"}
 """Checks that a family with a dense layer and a sigmoid is asked of."""
 
 
-class Adapter:
+class Adapter(HuggingFaceUnderTest):
     """Works, until a subclass overrides something."""
 
     family = "qwen3_moe"
-    picks_in_order = True
     scores_on_sets = True
     checks = None  # all
     compiles = False  # a second or two each time
@@ -39,23 +39,16 @@ class Adapter:
             BROKEN[fails] = cls
 
     def __init__(self):
-        self.good = HuggingFaceUnderTest(self.family, SIZES[self.family])
+        super().__init__(self.family, SIZES[self.family])
         self.name = type(self).__name__
-        self.vocabulary, self.groups, self.gradient_tolerance = self.good.vocabulary, self.good.groups, 0.0
 
     def build(self, case):
         if case.compiled and not self.compiles:
             raise Unsupported("compiles nothing")
-        return Model(self, Scoring(self, self.good.build(case).model), case)
+        return Model(super().build(case).model, self, case)
 
     def attach(self, model):
-        return Handle(self, self.good.attach(model.good), model)
-
-    def indexers(self):
-        return self.good.indexers()
-
-    def ingest(self, *arguments):
-        return self.good.ingest(*arguments)
+        return Handle(self, super().attach(model), model)
 
     def rows(self, trace):
         """The trace that is replayed instead."""
@@ -67,7 +60,7 @@ class Adapter:
 
     @contextmanager
     def session(self, handle, trace, **options):
-        with handle.good.replay(trace, **options):
+        with handle.routed.replay(trace, **options):
             yield
 
     def output(self, handle, layer, router, args, output):
@@ -78,7 +71,7 @@ class Adapter:
         return trace
 
     def forward(self, model, batch, grad):
-        return model.good.forward(batch, grad=grad)
+        return HuggingFaceModel.forward(model, batch, grad=grad)
 
     def backward(self, model, step):
         step.right()
@@ -90,31 +83,19 @@ def broken(check, **methods):
     return type(f"Broken {check}", (Adapter,), {"family": family, **methods}, fails=check)
 
 
-class Model:
-    def __init__(self, adapter, good, case):
-        self.adapter, self.good, self.case = adapter, good, case
-        self.batch, self.session_trace, self.injected = None, None, None
-        self.attached, self.forwards, self.backwards = False, 0, 0
+class Model(HuggingFaceModel):
+    """Its log-probs are those on the sets of the trace that is replayed, if it has any."""
 
-    def __getattr__(self, name):
-        return getattr(self.good, name)
+    def __init__(self, model, adapter, case):
+        super().__init__(model)
+        self.adapter, self.case = adapter, case
+        self.batch, self.trace, self.injected = None, None, None
+        self.attached, self.forwards, self.backwards = False, 0, 0
 
     def forward(self, batch, *, grad=True):
         self.batch = batch
         self.forwards += 1
-        return Step(self, batch, self.adapter.forward(self, batch, grad))
-
-    def inject(self, fault):
-        self.injected = fault
-        self.good.inject(fault)
-
-
-class Scoring(HuggingFaceModel):
-    """Its log-probs are those on the sets of the trace that is replayed, if it has any."""
-
-    def __init__(self, adapter, model):
-        super().__init__(model)
-        self.adapter, self.trace = adapter, None
+        return Step(self, self.adapter.forward(self, batch, grad))
 
     def next_logprobs(self, input_ids, mask, given):
         if self.trace is None or SAMPLING not in self.trace.streams:
@@ -125,66 +106,62 @@ class Scoring(HuggingFaceModel):
         masks = self.trace.streams[SAMPLING].take(rows)
         return self.adapter.score(logits.flatten(0, 1), input_ids[:, 1:].reshape(-1), masks).view(size[0], -1)
 
+    def inject(self, fault):
+        self.injected = fault
+        super().inject(fault)
+
 
 class Step:
-    def __init__(self, model, batch, good):
-        self.model, self.batch, self.good, self.trace = model, batch, good, model.session_trace
-
-    @property
-    def seen(self):
-        return self.good.seen
+    def __init__(self, model, good):
+        self.model, self.batch, self.trace = model, model.batch, model.trace
+        self.seen, self.right = good.seen, good.backward
 
     def backward(self):
         self.model.backwards += 1
         self.model.adapter.backward(self.model, self)
 
-    def right(self):
-        self.good.backward()
-
     def under(self, trace):
         """Adds the gradients that a recomputation under other routes (None: its own) gives."""
-        other = self.model.adapter.good.build(Case(top_k=self.model.case.top_k))
+        other = HuggingFaceUnderTest.build(self.model.adapter, Case(top_k=self.model.case.top_k))
         with ExitStack() as stack:
             if trace is not None:
                 rebound = replace(trace, token_ids_N=np.concatenate(self.batch.sequences))
-                stack.enter_context(self.model.adapter.good.attach(other).replay(rebound))
+                stack.enter_context(hf.attach(other.model).replay(rebound))
             other.forward(self.batch).backward()
-        mine, theirs = dict(self.model.good.model.named_parameters()), dict(other.model.named_parameters())
-        for name, parameter in mine.items():
+        theirs = dict(other.model.named_parameters())
+        for name, parameter in self.model.model.named_parameters():
             added = theirs[name].grad
             parameter.grad = added if parameter.grad is None else parameter.grad + added
 
 
 class Handle:
-    def __init__(self, adapter, good, model):
-        self.adapter, self.good, self.model = adapter, good, model
+    def __init__(self, adapter, routed, model):
+        self.adapter, self.routed, self.model, self.spec = adapter, routed, model, routed.spec
         self.replayed, self.open = False, None
-        self.spec = good.spec
         model.attached = True
-        for layer, path in enumerate(router_paths(good)):
-            good.model.get_submodule(path).register_forward_hook(lambda r, a, o, at=layer: self.hook(at, r, a, o))
+        for layer, path in enumerate(router_paths(routed)):
+            routed.model.get_submodule(path).register_forward_hook(lambda r, a, o, at=layer: self.hook(at, r, a, o))
 
     def hook(self, layer, router, args, output):
         recomputing = self.replayed and torch._C._current_graph_task_id() != -1
-        replaying = self.model.session_trace is not None or recomputing
+        replaying = self.model.trace is not None or recomputing
         # a block in the place of a router returns no routes to break
         return self.adapter.output(self, layer, router, args, output) if replaying and type(output) is tuple else output
 
     @contextmanager
     def record(self, **options):
-        with self.good.record(**options) as recording:
+        with self.routed.record(**options) as recording:
             yield SimpleNamespace(trace=lambda: self.adapter.recorded(self, recording.trace()))
 
     @contextmanager
     def replay(self, trace, **options):
         # what is handed on in the place of a selection would be told: the kit is to see it by itself
         with patch.object(OutputCheck, "follow"), self.adapter.session(self, self.adapter.rows(trace), **options):
-            self.model.session_trace, self.replayed = trace, True
-            self.model.good.trace = trace
+            self.model.trace, self.replayed = trace, True
             try:
                 yield
             finally:
-                self.model.session_trace = self.model.good.trace = None
+                self.model.trace = None
 
 
 def with_ids(trace, ids):

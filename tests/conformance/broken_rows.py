@@ -103,16 +103,18 @@ class WithinGroups(Adapter, fails="group-limit"):
         return with_ids(trace, np.where(spanned > self.groups.live, np.arange(trace.spec.top_k), trace.expert_ids_NLK))
 
 
-class MasksDropped(Adapter, fails="masks-followed"):
-    def score(self, logits, targets, masks):
-        return logits.log_softmax(-1).gather(-1, targets[:, None])[:, 0]
+def over_all(self, logits, targets, masks):
+    return logits.log_softmax(-1).gather(-1, targets[:, None])[:, 0]
+
+
+broken("masks-followed", score=over_all)
 
 
 class MasksWithoutGradient(Adapter):
     """A value on the sets with the gradient of all tokens."""
 
     def score(self, logits, targets, masks):
-        of_all = MasksDropped.score(self, logits, targets, masks)
+        of_all = over_all(self, logits, targets, masks)
         return super().score(logits, targets, masks).detach() + of_all - of_all.detach()
 
 
@@ -138,10 +140,7 @@ class Sparse(Adapter):
 
 class ChoicesForgottenInRecomputation(Sparse, fails="indexers-followed"):
     def backward(self, model, step):
-        if model.case.checkpointing:
-            step.under(step.trace.without_streams())
-        else:
-            step.right()
+        step.under(step.trace.without_streams()) if model.case.checkpointing else step.right()
 
 
 class ChoicesRecordedOneLate(Sparse, fails="indexers-recorded"):
@@ -160,7 +159,7 @@ class ChoicesMended(Sparse, fails="indexers-refused"):
         stream = trace.streams.get("indexer")
         if stream is not None:
             try:
-                handle.good.indexers.check(stream, trace.offsets)
+                handle.routed.indexers.check(stream, trace.offsets)
             except ForerouteError:
                 stream = None
             if stream is None or not stream.valid_N.all():

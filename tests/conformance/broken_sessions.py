@@ -1,15 +1,16 @@
 """Adapters whose sessions are broken in one way each."""
 
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import ExitStack, contextmanager, nullcontext, suppress
 from dataclasses import replace
 
 import numpy as np
 import torch
 
 from foreroute import concatenate
+from foreroute.adapters import hf
 from foreroute.conformance import Fault
 from foreroute.errors import ReplayError
-from tests.conformance.breaking import Adapter, Handle, Model, broken, filled, with_ids
+from tests.conformance.breaking import Adapter, broken, filled, with_ids
 
 
 def narrowest(ids):
@@ -18,7 +19,7 @@ def narrowest(ids):
 
 
 OF_BACKWARDS = {
-    "backward-outside-session": lambda model, step: model.session_trace is None and step.trace is not None,
+    "backward-outside-session": lambda model, step: model.trace is None and step.trace is not None,
     "selective-checkpoint": lambda model, step: model.case.selective,
     "compiled-layers": lambda model, step: model.case.compiled,
 }
@@ -46,8 +47,8 @@ class ForwardsQueueRows(Adapter, fails="forward-only-residue"):
     """Every forward queues its rows for a recomputation, also those that have none."""
 
     def forward(self, model, batch, grad):
-        if not grad and model.session_trace is not None:
-            model.residue = model.session_trace
+        if not grad and model.trace is not None:
+            model.residue = model.trace
         return super().forward(model, batch, grad)
 
     def backward(self, model, step):
@@ -70,7 +71,7 @@ class ReplaysInEveryModel(Adapter, fails="reference-untouched"):
         with super().session(handle, trace, **options), ExitStack() as stack:
             for other in others:
                 stack.enter_context(suppress(ReplayError))
-                stack.enter_context(self.good.attach(other.good).replay(trace))
+                stack.enter_context(hf.attach(other.model).replay(trace))
             yield
 
 
@@ -107,9 +108,8 @@ class NoFinally(Adapter, fails="exception-safety"):
 class SkipsFusedRouters(Adapter, fails="fused-bypass"):
     @contextmanager
     def session(self, handle, trace, **options):
-        with ExitStack() as stack:
-            if handle.model.injected is not Fault.FUSED_ROUTER:
-                stack.enter_context(super().session(handle, trace, **options))
+        is_fused = handle.model.injected is Fault.FUSED_ROUTER
+        with nullcontext() if is_fused else super().session(handle, trace, **options):
             yield
 
 
@@ -117,16 +117,14 @@ class FindsTheOrphans(Adapter, fails="orphan-routers"):
     def attach(self, model):
         if model.injected is not Fault.ORPHAN_ROUTERS:
             return super().attach(model)
-        handle = super().attach(Model(self, self.good.build(model.case), model.case))
+        handle = super().attach(self.build(model.case))
         handle.orphan = True
         return handle
 
     @contextmanager
     def session(self, handle, trace, **options):
-        with ExitStack() as stack:
-            if hasattr(handle, "orphan"):
-                stack.enter_context(suppress(ReplayError))
-            stack.enter_context(super().session(handle, trace, **options))
+        refusals = suppress(ReplayError) if hasattr(handle, "orphan") else nullcontext()
+        with refusals, super().session(handle, trace, **options):
             yield
 
 
@@ -134,38 +132,40 @@ class HeadIsLayerZero(Adapter, fails="mtp-alias"):
     def attach(self, model):
         if model.injected is not Fault.MTP_HEAD:
             return super().attach(model)
-        trunk = model.good.model.model
+        trunk = model.model.model
         head = trunk.__dict__["mtp"] = trunk._modules.pop("mtp")  # runs, and is not found
-        handle = Handle(self, self.good.attach(model.good), model)
+        handle = super().attach(model)
         trunk._modules["mtp"] = trunk.__dict__.pop("mtp")
         head["layers"][0]["mlp"].gate.register_forward_hook(lambda r, a, o: self.alias(handle, o))
         return handle
 
     def alias(self, handle, output):
         logits, weights, _ = output
-        trace = handle.model.session_trace
+        trace = handle.model.trace
         layer0 = torch.from_numpy(filled(trace, ~trace.valid_N).expert_ids_NLK[:, 0].astype(np.int64))
         return logits, weights, layer0
 
 
-class BelievesEverything(Adapter):
-    """Fills a trace without looking at ids that its subclass finds `spoiled`."""
+SPOILED = {
+    "duplicates-refused": lambda spec, ids: (np.diff(np.sort(ids, -1), axis=-1) == 0).any(),
+    "range-refused": lambda spec, ids: ids.max() >= spec.num_experts,
+}
+"""By check, the ids from outside that fill a trace without a look."""
 
+
+def believing(is_spoiled):
     def ingest(self, spec, token_ids, expert_ids):
-        if not self.spoiled(spec, np.concatenate(expert_ids)):
-            return super().ingest(spec, token_ids, expert_ids)
+        ids = np.concatenate(expert_ids)
+        if not is_spoiled(spec, ids):
+            return Adapter.ingest(self, spec, token_ids, expert_ids)
         fine = [np.broadcast_to(np.arange(spec.top_k), np.shape(r)) for r in expert_ids]
-        return with_ids(super().ingest(spec, token_ids, fine), np.concatenate(expert_ids))
+        return with_ids(Adapter.ingest(self, spec, token_ids, fine), ids)
+
+    return ingest
 
 
-class TakesDuplicates(BelievesEverything, fails="duplicates-refused"):
-    def spoiled(self, spec, ids):
-        return (np.diff(np.sort(ids, -1), axis=-1) == 0).any()
-
-
-class TakesPhysicalIds(BelievesEverything, fails="range-refused"):
-    def spoiled(self, spec, ids):
-        return ids.max() >= spec.num_experts
+for check, is_spoiled in SPOILED.items():
+    broken(check, ingest=believing(is_spoiled))
 
 
 class TakesStaleRoutes(Adapter, fails="stale-refused"):

@@ -1,7 +1,4 @@
-"""Recordings along a key-value cache whose rows somebody changes between two forwards.
-
-The oracle of what is recorded is one forward without a cache over the sequences that grew.
-"""
+"""Recordings along a key-value cache that somebody changes; the oracle is one forward without a cache."""
 
 import copy
 import inspect
@@ -18,11 +15,10 @@ from foreroute.core import AttachError, ReplayError, attach
 from foreroute.core import trunk as core_trunk
 from foreroute.core.caches import FollowedCache
 from foreroute.testing.models import tiny
-from tests.adapters.hf.model_runs import batch_of, rows_log
+from tests.adapters.hf.model_runs import batch_of
 
 PROMPTS = batch_of(4, 4)["input_ids"]
 REPEATED = torch.tensor([[3, 5, 7, 3, 5, 7, 3, 5]])
-SWAPPED = torch.tensor([1, 0])
 CACHE = "cache" if "cache" in inspect.signature(Qwen3MoeModel.forward).parameters else "past_key_values"
 """What transformers calls it: from 5.24 on, and before."""
 
@@ -32,29 +28,20 @@ def routed(request):
     return request.param(tiny("qwen3_moe", num_hidden_layers=2).eval())
 
 
-def prefilled(model):
-    return model(input_ids=PROMPTS, use_cache=True).past_key_values
-
-
-def decode(model, cache, rows=2):
-    return model(input_ids=torch.full((rows, 1), 5), past_key_values=cache, use_cache=True)
-
-
 def test_a_cache_of_another_batch_or_a_copy_or_fewer_rows_is_refused(routed):
-    model = routed.model
-    with routed.record(), torch.inference_mode():
-        cache = prefilled(model)
-        cache.batch_select_indices(SWAPPED[:1])
-        with pytest.raises(ReplayError, match="selected"):
-            decode(model, cache, rows=1)
-    with routed.record(), torch.no_grad():
-        first = prefilled(model)
-        model(input_ids=PROMPTS.flip(0), use_cache=False)
-        with pytest.raises(ReplayError, match="another batch"):
-            decode(model, first)
-        second = prefilled(model)
-        with pytest.raises(ReplayError, match="or copied"):
-            decode(model, copy.deepcopy(second))
+    def decode(cache, said, rows=2):
+        with pytest.raises(ReplayError, match=said):
+            routed.model(input_ids=torch.full((rows, 1), 5), past_key_values=cache, use_cache=True)
+
+    for mode in (torch.inference_mode, torch.no_grad):
+        with routed.record(), mode():
+            selected = routed.model(input_ids=PROMPTS, use_cache=True).past_key_values
+            selected.batch_select_indices(torch.tensor([1]))
+            decode(selected, "selected", rows=1)
+            first = routed.model(input_ids=PROMPTS, use_cache=True).past_key_values
+            decode(copy.deepcopy(first), "or copied")
+            routed.model(input_ids=PROMPTS.flip(0), use_cache=False)
+            decode(first, "another batch")
 
 
 def ids_of(recording):
@@ -80,8 +67,8 @@ def grown(cache, num, generator):
         cache.update(*torch.randn(2, 2, 1, num, 3, generator=generator), layer)
 
 
-def shown(cache):
-    return [each for layer in cache.layers for each in (layer.keys, layer.values)]
+def copied(cache):
+    return [each.clone() for layer in cache.layers for each in (layer.keys, layer.values)]
 
 
 def each_tensor(change):
@@ -119,11 +106,11 @@ def test_a_cache_that_is_followed_holds_the_positions_that_it_held():
     for _ in range(200):
         cache, followed = DynamicCache(), FollowedCache()
         followed.run(cache, lambda cache=cache: grown(cache, 6, generator))
-        held = [each.clone() for each in shown(cache)]
+        held = copied(cache)
         touches = rng.choice(FOLLOWED + REFUSED, 2)
         for touch in touches:
             touch(cache)
-        past, now = cache.get_seq_length(), [each.clone() for each in shown(cache)]
+        past, now = cache.get_seq_length(), copied(cache)
         is_held = all(torch.equal(each, before[..., :past, :]) for each, before in zip(now, held, strict=True))
         try:
             followed.run(cache, lambda: None)
@@ -152,7 +139,10 @@ def test_drafts_that_are_rejected_are_left_out(routed, how):
     options = {"prompt_lookup_num_tokens": 3, "eos_token_id": -1}
     if how == "an assistant":
         options = {"assistant_model": tiny("qwen3_moe", num_hidden_layers=2, seed=1).eval()}
-    with routed.record() as recording, rows_log(routed.model.model) as rows:
+    rows = []  # of every forward; rejected drafts are among them
+    note = lambda _, args, given: rows.append(given["input_ids"].shape[1])  # noqa: E731
+    counted = routed.model.model.register_forward_pre_hook(note, with_kwargs=True)
+    with routed.record() as recording, counted:
         sampled = routed.model.generate(REPEATED, max_new_tokens=12, do_sample=False, pad_token_id=0, **options)
     require_recorded(routed, recording, sampled[:, :-1], may_have_more=how == "sliding windows")
     assert sum(rows) > sampled.shape[1] - 1, "the control: drafts were rejected, and computed"

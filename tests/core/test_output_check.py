@@ -12,7 +12,6 @@ from tests.adapters.hf.families import build
 from tests.adapters.hf.model_runs import batch_of, with_routes
 
 BATCH = batch_of(9, 6, 4)
-LAYER = 1
 
 
 def next_experts(module, args, output):
@@ -34,32 +33,25 @@ def same_again(module, args, output):
     return tuple(part.clone() for part in output)
 
 
-def router_of(model):
-    return model.model.layers[LAYER].mlp.gate
+def put_around(router, change):
+    router.forward = lambda *args, run=router.forward: change(router, args, run(*args))
 
 
-def forward_of(change):
-    def patch(model):
-        router = router_of(model)
-        forward = router.forward
-
-        def changed(*args):
-            return change(router, args, forward(*args))
-
-        router.forward = changed
-
-    return patch
+def put_behind(router, change):
+    router.register_forward_hook(change)
 
 
-def hook_of(change):
-    return lambda model: router_of(model).register_forward_hook(change)
-
-
-@pytest.mark.parametrize(("change", "how"), [(next_experts, forward_of), (written_to, hook_of), (one_row, hook_of)])
-def test_what_rewrites_a_selection_is_named(change, how):
+@pytest.mark.parametrize(
+    ("change", "put", "who"),
+    [
+        (next_experts, put_around, r"function .* its forward\(\)"),
+        (written_to, put_behind, r"forward hook \(written_to\)"),
+        (one_row, put_behind, r"forward hook \(one_row\)"),
+    ],
+)
+def test_what_rewrites_a_selection_is_named(change, put, who):
     model, routed, trace = with_routes(BATCH)
-    how(change)(model)
-    who = r"function .* its forward\(\)" if how is forward_of else rf"forward hook \({change.__name__}\)"
+    put(model.model.layers[1].mlp.gate, change)
     for session, inference in ((routed.replay(trace), torch.no_grad), (routed.record(), torch.inference_mode)):
         said = rf"router model\.layers\.1\.mlp\.gate .*{who}.* handed on other ones"
         with pytest.raises(ReplayError, match=said), session, inference():
@@ -95,14 +87,15 @@ def test_a_device_is_asked_and_not_waited_for():
         batch = {name: given.to(DEVICE) for name, given in BATCH.items()}
         model = tiny("qwen3_moe", experts="batched_mm").to(DEVICE)
         routed = attach(model)
-        hook_of(same_again)(model)
+        router = model.model.layers[1].mlp.gate
+        router.register_forward_hook(same_again)
         device.reads.clear()
         with torch.no_grad():
             model(**batch, use_cache=False)
         native = sum(device.reads.values())
         for change in (None, next_experts):
             if change is not None:
-                hook_of(change)(model)
+                router.register_forward_hook(change)
             with pytest.raises(ReplayError, match="other ones") if change else nullcontext(), torch.no_grad():
                 with routed.record():
                     model(**batch, use_cache=False)

@@ -1,11 +1,10 @@
 """Checkpoints bound by the call stack, without a model: who is told of what, and what is refused."""
 
-import functools
 from contextlib import contextmanager
 
 import pytest
 import torch
-from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
+from torch.utils.checkpoint import checkpoint
 
 from foreroute.core import recompute
 from foreroute.core.errors import ReplayError
@@ -15,24 +14,19 @@ class Owner:
     """Notes which pass is open whenever the function runs again."""
 
     def __init__(self):
-        self.now, self.again = None, []
+        self.again = []
 
     @contextmanager
     def reopen(self, current, ran):
-        before, self.now = self.now, current
         self.again.append((current, ran))
-        try:
-            yield
-        finally:
-            self.now = before
+        yield
 
 
-def part(owner, current, *names):
-    """A function that binds the checkpoints around it, as routers do, once for each name."""
+def part(owner, current, name):
+    """A function that binds the checkpoints around it, as a router does."""
 
     def run(x):
-        for name in names:
-            recompute.bind(current, [name], owner.reopen)
+        recompute.bind(current, [name], owner.reopen)
         return x.sin()
 
     return run
@@ -95,26 +89,3 @@ def test_a_release_of_torch_that_keeps_functions_or_numbers_operators_otherwise_
         monkeypatch.setattr(recompute, name, value)
     with pytest.raises(ReplayError, match=said):
         recompute.prove.__wrapped__()
-
-
-@pytest.mark.parametrize("saved", [(), (torch.ops.aten.topk.default,), (torch.ops.aten.sin.default,)])
-def test_what_runs_unnumbered_in_the_forward_alone_moves_no_other_call(saved):
-    """The oracle is the same function without a checkpoint."""
-    runs = []
-
-    def function(x):
-        for _ in range(0 if runs else 3):
-            recompute.run_unnumbered(lambda: (-x.detach()).topk(2))
-        runs.append(None)
-        y = x.sin()
-        return (y * y.gather(0, y.topk(2).indices).sum()).sum()
-
-    found = []
-    for context_fn in (None, functools.partial(create_selective_checkpoint_contexts, list(saved))):
-        runs.clear()
-        x = torch.tensor([0.1, 0.5, 0.3, 0.2], requires_grad=True)
-        options = {} if context_fn is None else {"context_fn": context_fn}
-        (function(x) if context_fn is None else checkpoint(function, x, use_reentrant=False, **options)).backward()
-        found.append(x.grad)
-    assert torch.equal(*found)
-    assert len(runs) == 2

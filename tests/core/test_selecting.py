@@ -21,19 +21,12 @@ BIAS = torch.linspace(-0.4, 0.4, 8)
 FAULTS = {"an id out of range": [3, 8, 1], "an expert twice": [3, 1, 3], "-1 beside experts": [3, -1, 1]}
 
 
-def drawn(seed=0, dtype=torch.float32):
+def drawn():
     """Logits [2, 5, 8] and routes [2, 5, 3] of all rows but one."""
-    generator = torch.Generator().manual_seed(seed)
+    generator = torch.Generator().manual_seed(0)
     ids = torch.rand(2, 5, 8, generator=generator).argsort(-1)[..., :3]
     ids[1, 2] = -1
-    return torch.rand(2, 5, 8, generator=generator, dtype=dtype) * 4, ids
-
-
-@pytest.mark.parametrize("rule", RULES)
-def test_gradients_are_those_of_the_formula(rule):
-    logits, ids = drawn(dtype=torch.float64)
-    given = logits.requires_grad_()
-    assert torch.autograd.gradcheck(lambda logits: select_at(logits, ids, bias=BIAS, **RULES[rule])[0], given)
+    return torch.rand(2, 5, 8, generator=generator) * 4, ids
 
 
 @pytest.mark.slow
@@ -86,8 +79,7 @@ def test_the_host_does_not_wait_and_is_told_before_a_step():
     ids[0, 1] = torch.tensor(FAULTS["an expert twice"])
     checks, weight = DeferredChecks(), torch.nn.Parameter(torch.ones(1))
     with other_device() as device:
-        there = logits.to(DEVICE), ids.to(DEVICE)
-        bias = BIAS.to(DEVICE)
+        *there, bias = (each.to(DEVICE) for each in (logits, ids, BIAS))
         device.reads.clear()
         for rule in RULES.values():
             weights, _ = select_at(*there, bias=bias, checks=checks, **rule)

@@ -50,11 +50,6 @@ def library(tmp_path_factory):
     return folder / "probe.so"
 
 
-@pytest.fixture
-def kernels(library):
-    return loaded(library)
-
-
 UNFIT = {
     "dtype": np.zeros((2, 3), np.float32),
     "axes": np.zeros(6),
@@ -63,16 +58,17 @@ UNFIT = {
 }
 
 
-@pytest.mark.parametrize("fault", UNFIT)
-def test_arrays_that_do_not_fit_are_refused(kernels, fault):
+@pytest.mark.parametrize("unfit", UNFIT.values(), ids=UNFIT)
+def test_arrays_that_do_not_fit_are_refused(library, unfit):
+    kernels = loaded(library)
     array = kernels.ArrayOf(np.float64, 2, filled=True)
     element = kernels.compiled("element", array, kernels.INT, kernels.INT, returns=kernels.FLOAT)
     assert element(np.ones((2, 3)), 1, 2) == 1
     with pytest.raises(Exception, match=r"array.*expected"):
-        element(UNFIT[fault], 0, 0)
+        element(unfit, 0, 0)
     record = kernels.StructOf(is_on=kernels.BOOL, ids=array, is_last=kernels.BOOL)
     with pytest.raises(TypeError, match=r"array.*expected"):
-        record.from_param(Inner(True, UNFIT[fault], True))
+        record.from_param(Inner(True, unfit, True))
 
 
 @pytest.mark.parametrize(("i", "j"), [(1, 2), (2, 0), (0, -1)])

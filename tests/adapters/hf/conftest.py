@@ -1,11 +1,8 @@
-"""Quiet transformers, and families that an older release lacks."""
+"""Families that an older release lacks."""
 
 import pytest
-import transformers
 
 from tests.adapters.hf.families import FAMILIES, skip_where_lacking
-
-transformers.logging.set_verbosity_error()
 
 
 @pytest.fixture(autouse=True)

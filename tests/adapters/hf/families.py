@@ -2,14 +2,14 @@
 
 import importlib
 import inspect
-from dataclasses import dataclass, field
+import re
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 import transformers
-from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES as AUTO
+from transformers.models.auto.modeling_auto import MODEL_MAPPING_NAMES
 
 from foreroute.adapters.versions import PEERS
 
@@ -17,178 +17,112 @@ MODELLING = Path(transformers.__file__).parent / "models"
 
 # One set of sizes for all. A configuration takes the fields that its class knows.
 NAMES_OF = {
-    50: "vocab_size unpadded_vocab_size",
-    32: "hidden_size",
-    48: "intermediate_size",
-    3: "num_hidden_layers",
-    4: "num_attention_heads num_key_value_heads n_group linear_num_value_heads linear_num_heads",
+    100: "ngram_vocab_size_base",
+    64: "max_position_embeddings max_seq_len",
+    50: "vocab_size unpadded_vocab_size vocab_size_per_layer_input",
+    48: "intermediate_size ffn_hidden_size dense_intermediate_size",
+    32: "hidden_size d_model router_hidden_size moe_hidden_size",
+    24: (
+        "moe_intermediate_size shared_expert_intermediate_size moe_shared_expert_intermediate_size "
+        "expert_ffn_hidden_size share_expert_dim"
+    ),
+    16: "q_lora_rank kv_lora_rank index_head_dim index_topk rel_extent mamba_d_head mamba_head_dim",
     8: (
         "head_dim num_experts num_local_experts n_routed_experts moe_num_experts qk_rope_head_dim "
-        "qk_nope_head_dim v_head_dim linear_key_head_dim linear_value_head_dim linear_head_dim"
+        "qk_nope_head_dim v_head_dim linear_key_head_dim linear_value_head_dim linear_head_dim o_lora_rank "
+        "swa_head_dim ssm_state_size chunk_size rotary_dim index_block_size hc_lowrank "
+        "make_ngram_vocab_size_divisible_by indexer_head_dim indexer_budget"
     ),
-    0.3: "initializer_range",
-    64: "max_position_embeddings",
-    0: "pad_token_id",
-    1: "bos_token_id num_shared_experts n_shared_experts first_k_dense_replace",
+    4: (
+        "num_attention_heads num_key_value_heads n_group linear_num_value_heads linear_num_heads n_heads "
+        "swa_num_attention_heads mamba_n_heads mamba_num_heads d_rel index_kpool indexer_compress_ratio"
+    ),
+    3: "num_hidden_layers n_layers",
     2: (
         "eos_token_id num_experts_per_tok moe_k moe_topk moe_top_k top_k_experts topk_group index_n_heads "
-        "linear_num_key_heads"
+        "linear_num_key_heads num_layers o_groups swa_num_key_value_heads zero_expert_num n_groups "
+        "split_ngram_parts index_topk_blocks indexer_n_heads"
     ),
-    24: "moe_intermediate_size shared_expert_intermediate_size moe_shared_expert_intermediate_size",
-    16: "q_lora_rank kv_lora_rank index_head_dim index_topk",
+    1: "bos_token_id num_shared_experts n_shared_experts first_k_dense_replace indexer_kv_heads",
+    0.3: "initializer_range",
+    0: "pad_token_id hidden_size_per_layer_input",
 }
 SIZES = {name: size for size, names in NAMES_OF.items() for name in names.split()}
-ALWAYS = {"head_dim"}  # read by modelling code, often not declared
-DENSE_FIRST = ["dense", "sparse", "sparse"]
+DENSE_FIRST = {"mlp_layer_types": ["dense", "sparse", "sparse"]}
 ROPE = {"rope_type": "default", "rope_theta": 10000.0}
+HALF_ROPE = {**ROPE, "partial_rotary_factor": 0.5}
 GROUPED_SOFTMAX = {"topk_method": "group_limited_greedy"}
-SLIDING_HEADS = {"swa_num_attention_heads": 4, "swa_num_key_value_heads": 2, "swa_head_dim": 8}
-
-
-@dataclass(frozen=True)
-class Family:
-    """One tiny model.
-
-    Attributes:
-        model: the class to build, in `transformers.models.<family>.modeling_<family>`.
-        sizes: what its configuration needs besides `SIZES`; None leaves a field out.
-        modelled_by: the family whose class it is, where transformers has a configuration of this one alone.
-    """
-
-    model: str
-    sizes: dict[str, Any] = field(default_factory=dict)
-    modelled_by: str | None = None
-
 
 USUAL = (
-    "afmoe axk1 axk2 bailing_hybrid cohere2_moe deepseek_v3 deepseek_v32 dots1 ernie4_5_moe exaone_moe "
-    "flex_olmo glm4_moe glm4_moe_lite gpt_oss granitemoe granitemoe_swa granitemoeshared hunyuan_v1_moe "
-    "hy_v3 hy_v4 jetmoe kolibri1 laguna mellum minimax minimax_m2 mixtral olmoe qwen2_moe qwen3_5_moe "
-    "qwen3_moe qwen3_next solar_open"
+    "afmoe aria axk1 axk2 bailing_hybrid cohere2_moe deepseek_v3 deepseek_v32 dots1 ernie4_5_moe exaone_moe "
+    "flex_olmo glm4_moe glm4_moe_lite gpt_oss granitemoe granitemoe_swa granitemoehybrid granitemoeshared "
+    "hunyuan_v1_moe hy_v3 hy_v4 inkling inkling2 jetmoe kolibri1 laguna longcat_flash mellum minimax minimax_m2 "
+    "mistral_large4 mixtral muse_spark olmoe phimoe qwen2_moe qwen3_5_moe qwen3_moe qwen3_next qwen3_vl_moe qwen4_exp "
+    "sarvam_mla sarvam_moe solar_open"
 )
-"""Families whose causal language model needs nothing besides `SIZES`."""
-OTHERS = {
-    "aria": Family("AriaTextForCausalLM"),
-    "beam": Family("BeamForCausalLM", {"mlp_layer_types": DENSE_FIRST}),
-    "dbrx": Family(
-        "DbrxForCausalLM",
-        {
-            "d_model": 32,
-            "n_heads": 4,
-            "n_layers": 3,
-            "max_seq_len": 64,
-            "attn_config": {"kv_n_heads": 2, "rope_theta": 10000.0, "clip_qkv": 8.0},
-            "ffn_config": {"ffn_hidden_size": 32, "moe_num_experts": 8, "moe_top_k": 2},
-        },
-    ),
-    "deepseek_ocr2": Family("DeepseekOcr2TextModel", {**GROUPED_SOFTMAX, "mlp_layer_types": DENSE_FIRST}),
-    "deepseek_v2": Family("DeepseekV2ForCausalLM", GROUPED_SOFTMAX),
-    "deepseek_v4": Family(
-        "DeepseekV4ForCausalLM", {"mlp_layer_types": ["hash_moe", "moe", "moe"], "o_groups": 2, "o_lora_rank": 8}
-    ),
-    "diffusion_gemma": Family("DiffusionGemmaEncoderTextModel"),
-    "dots3_note": Family("Dots3NoteForCausalLM", {"use_sliding_window": False}),
-    "ernie4_5_vl_moe": Family(
-        "Ernie4_5_VLMoeTextModel",
-        {"moe_intermediate_size": [24, 24], "rope_parameters": {**ROPE, "mrope_section": [1, 1, 2]}},
-    ),
-    "flint": Family("FlintForCausalLM", {"num_hidden_layers": 4}),
-    "gemma4": Family(
-        "Gemma4ForCausalLM",
-        {"enable_moe_block": True, "vocab_size_per_layer_input": 50, "hidden_size_per_layer_input": 0},
-    ),
-    "glm4v_moe": Family(
-        "Glm4vMoeTextModel",
-        {"head_dim": 32, "rope_parameters": {**ROPE, "partial_rotary_factor": 0.5, "mrope_section": [2, 3, 3]}},
-    ),
-    "glm5_next": Family(
-        "Glm5NextTextModel", {"index_kpool": 4, "qk_rope_head_dim": 0, "head_dim": 0, "mlp_layer_types": DENSE_FIRST}
-    ),
-    "glm_moe_dsa": Family("GlmMoeDsaForCausalLM", {"mlp_layer_types": DENSE_FIRST}),
-    "granitemoehybrid": Family("GraniteMoeHybridForCausalLM", {"mamba_n_heads": 4, "mamba_d_head": 16}),
-    "hy_v4_vl": Family("HYV4VLTextModel", {"rope_parameters": {**ROPE, "mrope_section": [2, 1, 1]}}),
-    "inkling": Family("InklingForCausalLM", {**SLIDING_HEADS, "rel_extent": 16, "d_rel": 4}),
-    "inkling2": Family("Inkling2ForCausalLM", {**SLIDING_HEADS, "rel_extent": 16, "d_rel": 4}),
-    "jamba": Family("JambaForCausalLM", {"num_hidden_layers": 4, "mamba_d_state": 4}),
-    "kimi_linear": Family("KimiLinearForCausalLM", {"mlp_layer_types": DENSE_FIRST, "topk_group": 1, "n_group": 1}),
-    "lara_mini": Family(
-        "LaraMiniForCausalLM", {"layer_types": ["linear_attention", "sliding_attention", "full_attention"]}
-    ),
-    "lfm2_moe": Family(
-        "Lfm2MoeForCausalLM", {"layer_types": ["conv", "full_attention", "full_attention"], "num_dense_layers": 1}
-    ),
-    "llama4": Family("Llama4ForCausalLM", {"num_experts_per_tok": 1}),
-    "longcat_flash": Family(
-        "LongcatFlashForCausalLM",
-        {"num_layers": 2, "zero_expert_num": 2, "ffn_hidden_size": 48, "expert_ffn_hidden_size": 24},
-    ),
-    "mimo_v2_flash": Family(
-        "MiMoV2FlashForCausalLM",
-        {
-            "num_key_value_heads": 2,
-            "rope_parameters": {
-                kind: {**ROPE, "partial_rotary_factor": 0.5} for kind in ("full_attention", "sliding_attention")
-            },
-        },
-    ),
-    "minimax_m3_vl": Family(
-        "MiniMaxM3VLForCausalLM",
-        {
-            "dense_intermediate_size": 48,
-            "shared_intermediate_size": 24,
-            "rotary_dim": 8,
-            "index_block_size": 8,
-            "index_topk_blocks": 2,
-        },
-    ),
-    "mistral4": Family("Mistral4ForCausalLM", {"head_dim": None}),
-    "mistral_large4": Family("MistralLarge4TextModel"),
-    "muse_spark": Family("MuseSparkTextModel", {"moe_hidden_size": 32}),
-    "nemotron_h": Family(
-        "NemotronHForCausalLM",
-        {
-            "num_hidden_layers": 4,
-            "layers_block_type": ["mamba", "moe", "attention", "moe"],
-            "mamba_num_heads": 4,
-            "mamba_head_dim": 16,
-            "ssm_state_size": 8,
-            "n_groups": 2,
-            "chunk_size": 8,
-        },
-    ),
-    "openai_privacy_filter": Family("OpenAIPrivacyFilterForTokenClassification"),
-    "phimoe": Family("PhimoeForCausalLM", {"input_jitter_noise": 0.0}),
-    "qwen3_omni_moe": Family("Qwen3OmniMoeThinkerTextModel"),
-    "qwen3_vl_moe": Family("Qwen3VLMoeTextModel"),
-    "qwen4_exp": Family(
-        "Qwen4ExpForCausalLM",
-        {
-            "hc_lowrank": 8,
-            "ngram_vocab_size_base": 100,
-            "make_ngram_vocab_size_divisible_by": 8,
-            "split_ngram_parts": 2,
-        },
-    ),
-    "sarvam_mla": Family("DeepseekV3ForCausalLM", modelled_by="deepseek_v3"),
-    "sarvam_moe": Family("Glm4MoeForCausalLM", modelled_by="glm4_moe"),
-    "step3p7": Family(
-        "Step3p7TextModel", {"mlp_layer_types": DENSE_FIRST, "share_expert_dim": 24, "sliding_window": 16}
-    ),
-    "unlimited_ocr": Family("UnlimitedOcrTextModel", GROUPED_SOFTMAX),
-    "zaya": Family("ZayaForCausalLM", {"num_experts_per_tok": 1, "router_hidden_size": 32}),
+"""Families whose configuration needs nothing besides `SIZES`."""
+NEEDED = {
+    "beam": DENSE_FIRST,
+    "dbrx": {
+        "attn_config": {"kv_n_heads": 2, "rope_theta": 10000.0, "clip_qkv": 8.0},
+        "ffn_config": {"ffn_hidden_size": 32, "moe_num_experts": 8, "moe_top_k": 2},
+    },
+    "deepseek_ocr2": GROUPED_SOFTMAX | DENSE_FIRST,
+    "deepseek_v2": GROUPED_SOFTMAX,
+    "deepseek_v4": {"mlp_layer_types": ["hash_moe", "moe", "moe"]},
+    "dots3_note": {"use_sliding_window": False},
+    "ernie4_5_vl_moe": {"moe_intermediate_size": [24, 24], "rope_parameters": {**ROPE, "mrope_section": [1, 1, 2]}},
+    "flint": {"num_hidden_layers": 4},
+    "gemma4": {"enable_moe_block": True},
+    "glm4v_moe": {"head_dim": 32, "rope_parameters": {**HALF_ROPE, "mrope_section": [2, 3, 3]}},
+    "glm5_next": {"qk_rope_head_dim": 0, "head_dim": 0} | DENSE_FIRST,
+    "glm_moe_dsa": DENSE_FIRST,
+    "hy_v4_vl": {"rope_parameters": {**ROPE, "mrope_section": [2, 1, 1]}},
+    "jamba": {"num_hidden_layers": 4, "mamba_d_state": 4},
+    "kimi_linear": {"topk_group": 1, "n_group": 1} | DENSE_FIRST,
+    "lara_mini": {"layer_types": ["linear_attention", "sliding_attention", "full_attention"]},
+    "lfm2_moe": {"layer_types": ["conv", "full_attention", "full_attention"], "num_dense_layers": 1},
+    "llama4": {"num_experts_per_tok": 1},
+    "mimo_v2_flash": {
+        "num_key_value_heads": 2,
+        "rope_parameters": dict.fromkeys(("full_attention", "sliding_attention"), HALF_ROPE),
+    },
+    "minimax_m3_vl": {"shared_intermediate_size": 24},
+    "mistral4": {"head_dim": None},
+    "nemotron_h": {"num_hidden_layers": 4, "layers_block_type": ["mamba", "moe", "attention", "moe"]},
+    "step3p7": {"sliding_window": 16} | DENSE_FIRST,
+    "unlimited_ocr": GROUPED_SOFTMAX,
+    "zaya": {"num_experts_per_tok": 1},
 }
-FAMILIES = {name: Family(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.get(name, "")) for name in USUAL.split()} | OTHERS
-FAMILIES = dict(sorted(FAMILIES.items()))
+"""What the configurations of others need besides; None leaves a field out."""
+OF_TEXT = {
+    "deepseek_ocr2": "DeepseekOcr2TextModel",
+    "diffusion_gemma": "DiffusionGemmaEncoderTextModel",
+    "ernie4_5_vl_moe": "Ernie4_5_VLMoeTextModel",
+    "mistral4": "Mistral4ForCausalLM",
+    "openai_privacy_filter": "OpenAIPrivacyFilterForTokenClassification",
+    "qwen3_omni_moe": "Qwen3OmniMoeThinkerTextModel",
+    "step3p7": "Step3p7TextModel",
+    "unlimited_ocr": "UnlimitedOcrTextModel",
+}
+"""Classes of families that have neither a causal language model nor a model of text by a name of their own."""
+MODELLED_BY = {"sarvam_mla": "deepseek_v3", "sarvam_moe": "glm4_moe"}
+"""Families of which transformers has a configuration alone, and whose classes they have."""
 
+
+def class_of(name):
+    causal = AUTO.get(f"{name}_text") or AUTO.get(MODELLED_BY.get(name, name))
+    return OF_TEXT.get(name) or causal or MODEL_MAPPING_NAMES.get(f"{name}_text", "")
+
+
+FAMILIES = {name: class_of(name) for name in sorted({*USUAL.split(), *NEEDED, *OF_TEXT})}
+"""By family, the class that is built, in `transformers.models.<family>.modeling_<family>`."""
+
+OF_TOKENS = ("axk2", "deepseek_v32", "dots3_note", "hy_v4", "hy_v4_vl", "mistral_large4")
 # What makes indexers leave something out of short sequences.
 SPARSE = {
-    "axk2": {"index_topk": 6},
-    "deepseek_v32": {"index_topk": 6},
-    "dots3_note": {"index_topk": 6},
+    **{name: {"index_topk": 6} for name in OF_TOKENS},
     "glm_moe_dsa": {"index_topk": 6, "indexer_types": ["full", "shared", "full"]},
-    "hy_v4": {"index_topk": 6},
-    "hy_v4_vl": {"index_topk": 6},
-    "mistral_large4": {"index_topk": 6},
     "deepseek_v4": {"index_topk": 3, "layer_types": ["compressed_sparse_attention"] * 3},
     "glm5_next": {
         "index_topk": 8,
@@ -196,45 +130,30 @@ SPARSE = {
         "indexer_types": ["full", "shared", "full"],
     },
     "minimax_m3_vl": {"layer_types": ["full_attention", "minimax_m3_sparse", "minimax_m3_sparse"]},
-    "qwen4_exp": {
-        "layer_types": ["linear_attention", "indexed_attention", "indexed_attention"],
-        "indexer_n_heads": 2,
-        "indexer_kv_heads": 1,
-        "indexer_head_dim": 8,
-        "indexer_budget": 8,
-        "indexer_compress_ratio": 4,
-    },
+    "qwen4_exp": {"layer_types": ["linear_attention", "indexed_attention", "indexed_attention"]},
 }
 
-# What makes families replayable, as their code says it: a router that is a module, or a selection by index.
-REPLAYABLE_WITH = {
-    "aria": "class AriaTextTopKRouter(",
-    "deepseek_ocr2": "class DeepseekOcr2TextTopkRouter(",
-    "deepseek_v2": "class DeepseekV2TopkRouter(",
-    "granitemoe": "class GraniteMoeTopKRouter(",
-    "granitemoehybrid": "class GraniteMoeHybridTopKRouter(",
-    "granitemoeshared": "class GraniteMoeSharedTopKRouter(",
-    "jamba": "class JambaTopKRouter(",
-    "lfm2_moe": "class Lfm2MoeTopKRouter(",
-}
+BY_ROUTER = "aria deepseek_ocr2 deepseek_v2 granitemoe granitemoehybrid granitemoeshared jamba lfm2_moe"
+"""Families that older releases have without a router that is a module, or a selection by index."""
 
 
 def lacks(name):
     """Why the installed transformers has nothing to replay in a family, as older releases do; None where it has."""
     if not (MODELLING / name / f"configuration_{name}.py").exists():
         return f"this transformers has no {name}"
-    needed = REPLAYABLE_WITH.get(name, "")
-    return None if needed in modelling_file(name).read_text() else f"{name} of this transformers has no {needed!r}"
+    has_router = name not in BY_ROUTER.split() or re.search(
+        r"class \w+Top[Kk]Router\(", modelling_file(name).read_text()
+    )
+    return None if has_router else f"{name} of this transformers has no router that is a module"
 
 
 def modelling_file(name):
-    by = FAMILIES[name].modelled_by or name
+    by = MODELLED_BY.get(name, name)
     return MODELLING / by / f"modeling_{by}.py"
 
 
 def skip_where_lacking(name):
-    why = lacks(name)
-    if why is not None:
+    if why := lacks(name):
         skip_in_older(why)
 
 
@@ -250,17 +169,13 @@ def skip_in_older(why):
 
 
 def build(name, *, experts="eager", dtype=torch.float32, seed=0, sizes=SIZES, **overrides):
-    """The tiny model of a family, in eval mode, or one of other `sizes`; `overrides` replace configuration fields.
-
-    A test that asks for a family that the installed transformers lacks is skipped.
-    """
+    """The tiny model of a family, in eval mode; `overrides` replace fields. Skips where transformers lacks it."""
     skip_where_lacking(name)
-    family = FAMILIES[name]
-    by = family.modelled_by or name
-    model_class = getattr(importlib.import_module(f"transformers.models.{by}.modeling_{by}"), family.model)
-    config_class = transformers.CONFIG_MAPPING[name] if family.modelled_by else model_class.config_class
-    known = config_fields(config_class) | ALWAYS
-    given = {field: value for field, value in sizes.items() if field in known} | family.sizes | overrides
+    by = MODELLED_BY.get(name, name)
+    model_class = getattr(importlib.import_module(f"transformers.models.{by}.modeling_{by}"), FAMILIES[name])
+    config_class = transformers.CONFIG_MAPPING[name] if name in MODELLED_BY else model_class.config_class
+    known = config_fields(config_class) | {"head_dim"}  # read by modelling code, often not declared
+    given = {field: value for field, value in sizes.items() if field in known} | NEEDED.get(name, {}) | overrides
     config = config_class(**{field: value for field, value in given.items() if value is not None})
     config._experts_implementation = experts
     with torch.random.fork_rng(devices=[]):

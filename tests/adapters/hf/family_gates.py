@@ -1,7 +1,6 @@
 """Gate weights of every family, written down from its definition: the oracle for replay at given experts.
 
-`test_every_family` also holds each formula against an untouched router on the router's own picks, so that a formula
-cannot be wrong in the way that replay is wrong.
+Each formula is also held against an untouched router at its own picks: none can be wrong in the way of replay.
 """
 
 from collections.abc import Callable
@@ -24,26 +23,17 @@ SCORES = {
 
 @dataclass(frozen=True)
 class Gate:
-    """w = scale * score[ids], divided by (its sum over the picks + epsilon) where `renormalise`.
+    """w = scale * score[ids], divided by (its sum over the picks + epsilon) where `renormalise`."""
 
-    Attributes:
-        score: a key of `SCORES`.
-        logits: where the logits are in what a router returns that selects.
-        weights: float64 [R, K] by a rule of its own, from (router, its hidden states, logits [R, E], ids [R, K]).
-        label: for people, where the fields above do not say it all.
-        handed_on: how to read (weights, ids), both [R, K], off what the selecting function returns, given K.
-        of_picks: whether the router scores the picks alone, which is the same but for rounding.
-    """
-
-    score: str = "softmax"
+    score: str = "softmax"  # a key of `SCORES`
     renormalise: bool = False
     scale: float = 1.0
     epsilon: float = 0.0
-    logits: int = 0
-    weights: Callable | None = None
-    label: str = ""
-    handed_on: Callable | None = None
-    of_picks: bool = False
+    logits: int = 0  # their place in what a router returns
+    weights: Callable | None = None  # another rule: (router, hidden, logits [R, E], ids [R, K]) to float64 [R, K]
+    label: str = ""  # where the fields above do not say it all
+    handed_on: Callable | None = None  # reads (weights, ids), both [R, K], off what a router returns, given K
+    of_picks: bool = False  # scores of the picks alone, which are the same but for rounding
 
     def __str__(self):
         return self.label or self.score.replace("_", " ") + (" / sum" if self.renormalise else "")
@@ -148,6 +138,7 @@ GATES_OF_SEVERAL = [
         Gate("sigmoid", renormalise=True, scale=2.5),
         "axk1 axk2 bailing_hybrid deepseek_v3 deepseek_v32 exaone_moe glm5_next glm_moe_dsa sarvam_mla sarvam_moe",
     ),
+    (Gate("sigmoid", renormalise=True, scale=2.827), "hy_v4 hy_v4_vl"),
     (Gate("probabilities", weights=_per_expert_scale, label="softmax / sum x expert scale"), "diffusion_gemma gemma4"),
 ]
 GATES = {name: gate for gate, names in GATES_OF_SEVERAL for name in names.split()} | {
@@ -155,16 +146,10 @@ GATES = {name: gate for gate, names in GATES_OF_SEVERAL for name in names.split(
     "deepseek_v4": Gate("sqrt_softplus", renormalise=True, scale=1.5, label="sqrt softplus / sum; hash layers"),
     "glm4_moe_lite": Gate("sigmoid", renormalise=True, scale=1.8),
     "hy_v3": Gate("sigmoid", renormalise=True, scale=2.826),
-    "hy_v4": Gate("sigmoid", renormalise=True, scale=2.827),
-    "hy_v4_vl": Gate("sigmoid", renormalise=True, scale=2.827),
     "inkling": Gate(weights=_with_shared_experts, label="sigmoid / sum with shared experts"),
     "inkling2": Gate("sigmoid", renormalise=True, scale=8.0),
     "jetmoe": Gate(
-        renormalise=True,
-        logits=4,
-        handed_on=_sorted_by_expert,
-        label="softmax / sum; also in attention",
-        of_picks=True,
+        "softmax", True, logits=4, handed_on=_sorted_by_expert, label="softmax / sum; also in attention", of_picks=True
     ),
     "kimi_linear": Gate("sigmoid", renormalise=True, scale=2.446),
     "lfm2_moe": Gate("sigmoid", renormalise=True, epsilon=1e-6),

@@ -6,7 +6,7 @@ import transformers
 
 from foreroute.adapters import hf
 from foreroute.errors import AttachError
-from tests.adapters.hf.families import MODELLING, SIZES, SLIDING_HEADS, config_fields, skip_in_older
+from tests.adapters.hf.families import MODELLING, SIZES, config_fields, skip_in_older
 
 SMALL = {"vocab_size": 50, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2}
 
@@ -42,8 +42,7 @@ def inkling2_loop():
     sizes = {"num_hidden_layers": 3, "loop_layer_index_start": 1, "loop_layer_index_end": 2, "loop_num_passes": 2}
     known = {name: value for name, value in SIZES.items() if name in config_fields(config_class)}
     return transformers.AutoModel.from_config(
-        config_class(**known | SLIDING_HEADS | sizes, n_layers_per_attn_res_block=1, rel_extent=16, d_rel=4),
-        trust_remote_code=False,
+        config_class(**known | sizes, n_layers_per_attn_res_block=1), trust_remote_code=False
     )
 
 

@@ -1,6 +1,7 @@
 """Running a model and seeing what its experts were really given."""
 
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
+from functools import partial
 
 import numpy as np
 import torch
@@ -16,14 +17,18 @@ from tests.replay.session_subject import random_ids
 def batch_of(*lengths, seed=0, side="right"):
     """Padded tokens, with the mask, of sequences of the given lengths."""
     rng = np.random.default_rng(seed)
-    width = max(lengths)
-    input_ids = torch.zeros(len(lengths), width, dtype=torch.long)
-    mask = torch.zeros(len(lengths), width, dtype=torch.long)
-    for b, length in enumerate(lengths):
-        kept = slice(0, length) if side == "right" else slice(width - length, width)
-        input_ids[b, kept] = torch.from_numpy(rng.integers(1, 50, length))
-        mask[b, kept] = 1
+    mask = (torch.arange(max(lengths)) < torch.tensor(lengths)[:, None]).long()
+    mask = mask if side == "right" else mask.flip(1)
+    input_ids = torch.zeros_like(mask)
+    input_ids[mask.bool()] = torch.from_numpy(np.concatenate([rng.integers(1, 50, length) for length in lengths]))
     return {"input_ids": input_ids, "attention_mask": mask}
+
+
+def packed(sequences, rows):
+    """The sequences of `rows[b]` one after the other in row b, as many tokens in each, positions counted in each."""
+    lines = [np.concatenate([[sequences[s], np.arange(len(sequences[s]))] for s in row], axis=1) for row in rows]
+    input_ids, position_ids = torch.from_numpy(np.stack(lines, axis=1))
+    return {"input_ids": input_ids, "position_ids": position_ids}
 
 
 def sequences_of(batch):
@@ -71,9 +76,11 @@ def random_routes(spec, batch, seed=1):
 
 def log_probs(model, batch):
     """[tokens], of every next token that is not padding."""
-    logits = whole(model(**batch, use_cache=False).logits)[:, :-1]
-    targets = batch["input_ids"][:, 1:]
-    picked = logits.log_softmax(-1).gather(-1, targets[..., None])[..., 0]
+    return log_probs_of(whole(model(**batch, use_cache=False).logits), batch)
+
+
+def log_probs_of(logits, batch):
+    picked = logits[:, :-1].log_softmax(-1).gather(-1, batch["input_ids"][:, 1:, None])[..., 0]
     real = (batch["attention_mask"][:, 1:] * batch["attention_mask"][:, :-1]).bool()
     return picked[real]
 
@@ -111,44 +118,25 @@ def checkpoint_by_hand(model, use_reentrant):
 @contextmanager
 def experts_log(model):
     """Every (path, ids) that an experts module is called with, recomputations included."""
-    log, handles = [], []
-    for path, module in model.named_modules():
-        if type(module).__name__.endswith("Experts"):
-            handles.append(
-                module.register_forward_pre_hook(
-                    lambda _, args, path=path: log.append((path, args[1].detach().clone()))
-                )
-            )
-    yield log
-    for handle in handles:
-        handle.remove()
-
-
-@contextmanager
-def rows_log(trunk):
-    """How many positions every forward of a trunk is given; rejected drafts are among them."""
     log = []
-    handle = trunk.register_forward_pre_hook(
-        lambda _, args, given: log.append(given["input_ids"].shape[1]), with_kwargs=True
-    )
-    yield log
-    handle.remove()
+    with ExitStack() as stack:
+        for path, module in model.named_modules():
+            if type(module).__name__.endswith("Experts"):
+                note = partial(lambda path, _, args: log.append((path, args[1].detach().clone())), path)
+                stack.enter_context(module.register_forward_pre_hook(note))
+        yield log
 
 
+# What routers hand on is no oracle of gate weights: older releases hand on probabilities in the place of logits.
 def qwen3_gate(router, ids_RK, hidden):
-    """Logits, and gate weights at given experts in float32, of a router of Qwen3-MoE by its definition.
-
-    What it hands on is no oracle: older releases hand on probabilities in the place of logits.
-    """
     logits_RE = linear(hidden.reshape(-1, hidden.shape[-1]), router.weight)
     weights_RK = logits_RE.float().softmax(-1).gather(-1, ids_RK)
-    return logits_RE, weights_RK / weights_RK.sum(-1, keepdim=True)
+    return weights_RK / weights_RK.sum(-1, keepdim=True)
 
 
 def gpt_oss_gate(router, ids_RK, hidden):
-    """As `qwen3_gate`, of GPT-OSS."""
     logits_RE = linear(hidden.reshape(-1, hidden.shape[-1]), router.weight, router.bias)
-    return logits_RE, logits_RE.gather(-1, ids_RK).softmax(-1)
+    return logits_RE.gather(-1, ids_RK).softmax(-1)
 
 
 HAND_GATES = {"Qwen3MoeTopKRouter": qwen3_gate, "GptOssTopKRouter": gpt_oss_gate}
@@ -164,7 +152,7 @@ def force_by_hand(model, ids_NLK, real_R=slice(None)):
             handed_on, own_weights_RK, own_RK = result
             ids_RK = own_RK.clone()
             ids_RK[real_R] = ids_NK
-            _, weights_RK = HAND_GATES[type(module).__name__](module, ids_RK, *args)
+            weights_RK = HAND_GATES[type(module).__name__](module, ids_RK, *args)
             return handed_on, weights_RK.to(own_weights_RK.dtype), ids_RK
 
         handles.append(router.register_forward_hook(pick))
@@ -174,9 +162,7 @@ def force_by_hand(model, ids_NLK, real_R=slice(None)):
 @contextmanager
 def forced_by_hand(model, trace, batch):
     """`force_by_hand` on the routes of a trace. Padding takes what the router picks."""
-    handles = force_by_hand(model, trace.expert_ids_NLK, batch["attention_mask"].bool().reshape(-1))
-    try:
+    with ExitStack() as stack:
+        for handle in force_by_hand(model, trace.expert_ids_NLK, batch["attention_mask"].bool().reshape(-1)):
+            stack.enter_context(handle)
         yield
-    finally:
-        for handle in handles:
-            handle.remove()

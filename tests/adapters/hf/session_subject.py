@@ -1,10 +1,9 @@
 """Models of transformers, as the properties of sessions take them."""
 
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from functools import partial
 
 import torch
-import transformers
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
 from foreroute.adapters import hf
@@ -12,8 +11,6 @@ from foreroute.testing.models import FAMILIES, GROUPED, tiny
 from tests.adapters.hf.families import lacks
 from tests.adapters.hf.model_runs import checkpoint_by_hand, checkpointed_by_library, enable_checkpointing, uneven
 from tests.replay.session_subject import Given, Subject, router_paths
-
-transformers.logging.set_verbosity_error()
 
 
 def by(checkpointing, use_reentrant):
@@ -92,22 +89,20 @@ class HuggingFaceSubject(Subject):
             map_RE.scatter_(1, args[1], True)
             given.append(Given(column, map_RE.view(shape).numpy(), weights_RE.view(shape).numpy()))
 
-        handles = [
-            self.model.get_submodule(path).register_forward_pre_hook(partial(note, column=column))
-            for path, column in columns.items()
-        ]
-        yield given
-        for handle in handles:
-            handle.remove()
+        with ExitStack() as stack:
+            for path, column in columns.items():
+                hook = partial(note, column=column)
+                stack.enter_context(self.model.get_submodule(path).register_forward_pre_hook(hook))
+            yield given
 
     @contextmanager
     def scores(self):
         seen = []
         note = lambda router, args, out: seen.append(selected_by(self.family, router, out).view(*self._shape, -1))  # noqa: E731
-        handles = [router.register_forward_hook(note) for router in self.routers]
-        yield seen
-        for handle in handles:
-            handle.remove()
+        with ExitStack() as stack:
+            for router in self.routers:
+                stack.enter_context(router.register_forward_hook(note))
+            yield seen
 
     @property
     def selects_by_logits(self):
@@ -145,17 +140,13 @@ class HuggingFaceSubject(Subject):
         return {said: partial(self._call, batch, **{**good, **change}) for said, change in changes.items()}
 
 
-def are_probabilities(scores_RE):
-    return torch.allclose(scores_RE.sum(-1), scores_RE.new_ones(len(scores_RE)))
-
-
 def selected_by(family, router, output):
     """[R, E] in float64, what a router selects by, computed from its logits by the family's definition."""
     logits = (output if isinstance(output, torch.Tensor) else output[0]).detach().double()
     if family == "gpt_oss":
         return logits
     if family in {"qwen3_moe", "mixtral", "olmoe"}:  # transformers 5.3 hands on the probabilities
-        return logits if are_probabilities(logits) else logits.softmax(-1)
+        return logits if torch.allclose(logits.sum(-1), logits.new_ones(())) else logits.softmax(-1)
     if family == "deepseek_v3":
         scores = logits.sigmoid() + router.e_score_correction_bias
         best = scores.view(len(scores), 4, 2).topk(2, dim=-1).values.sum(-1).topk(2, dim=-1).indices

@@ -1,7 +1,4 @@
-"""The families of docs/huggingface.md: written from the checks by running this file, read by `test_every_family`.
-
-Each family passes every check, except those that do not apply to it, which are listed with the reason.
-"""
+"""The families of docs/huggingface.md, and the checks that do not apply to one: written by running this file."""
 
 import functools
 import re
@@ -12,8 +9,6 @@ ROOT = Path(__file__).parents[3]
 PAGE = ROOT / "docs/huggingface.md"
 BEGIN, END = "<!-- support table -->", "<!-- end of support table -->"
 HOW_TO_UPDATE = "write it anew with `python tests/adapters/hf/support_table.py`"
-USUAL = "ForCausalLM"
-"""How the class of a family ends where the page does not name it."""
 
 
 @functools.cache
@@ -37,13 +32,12 @@ def committed_refusals():
 
 
 def class_to_name(model):
-    return "" if model.endswith(USUAL) else model
+    return "" if model.endswith("ForCausalLM") else model
 
 
 def _lists():
-    section = PAGE.read_text().partition(BEGIN)[2].partition(END)[0]
-    blocks = [block for block in section.split("\n\n") if block.startswith("- ")]
-    return [re.findall(r"^- \*\*(.*?)\*\*: (.*)$", block, re.MULTILINE) for block in blocks]
+    blocks = PAGE.read_text().partition(BEGIN)[2].partition(END)[0].split("\n\n")
+    return [re.findall(r"^- \*\*(.*?)\*\*: (.*)$", block, re.MULTILINE) for block in blocks if block[:2] == "- "]
 
 
 def write():
@@ -58,8 +52,8 @@ def write():
 
     torch.set_num_threads(1)
     by_gate, exceptions = {}, {}
-    for name, family in FAMILIES.items():
-        model = class_to_name(family.model)
+    for name, model_class in FAMILIES.items():
+        model = class_to_name(model_class)
         by_gate.setdefault(str(GATES[name]), []).append(f"{name} ({model})" if model else name)
         for check in CHECKS:
             if reason := check(name):

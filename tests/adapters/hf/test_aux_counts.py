@@ -14,28 +14,17 @@ BATCH = batch_of(9, 6, 4)
 KEPT = BATCH["attention_mask"].bool().reshape(-1)
 
 
-def executed_and_native(routed, trace, **kwargs):
-    """The model's output, and per layer the ids [R, K] executed and those of the live logits."""
-    with routed.replay(trace, telemetry=True, **kwargs), routed.record() as recording:
-        output = routed.model(**BATCH, output_router_logits=True, labels=BATCH["input_ids"])
-    native = [logits.topk(routed.spec.top_k).indices for logits in output.router_logits]
-    executed = [torch.zeros_like(ids) for ids in native]
-    for layer, ids in enumerate(executed):
-        ids[KEPT] = torch.from_numpy(recording.trace().expert_ids_NLK[:, layer].astype(np.int64))
-    return output, {"replayed": executed, "native": native}
+def native_picks(routed, output):
+    """Of the live logits, by layer, [R, K] of the rows that are no padding."""
+    return [logits[KEPT].topk(routed.spec.top_k).indices for logits in output.router_logits]
 
 
-def switch_loss(router_logits, ids, num_experts):
+def switch_loss(router_logits, ids, num_experts=8):
     """E · Σ_e f_e · P_e over rows of all layers that are no padding (Switch Transformer, arXiv 2101.03961, 4 to 6)."""
-    rows, assigned = 0, torch.zeros(num_experts, dtype=torch.float64)
-    probability = torch.zeros(num_experts, dtype=torch.float64)
-    for logits, picks in zip(router_logits, ids, strict=True):
-        for row in KEPT.nonzero()[:, 0]:
-            rows += 1
-            probability += logits[row].detach().double().softmax(-1)
-            for expert in picks[row]:
-                assigned[expert] += 1
-    return num_experts * (assigned / rows * probability / rows).sum()
+    probability = torch.cat([logits[KEPT].detach().double().softmax(-1) for logits in router_logits]).mean(0)
+    picks = torch.cat(ids)
+    assigned = torch.stack([(picks == expert).sum() for expert in range(num_experts)]) / len(picks)
+    return num_experts * (assigned * probability).sum()
 
 
 @pytest.mark.shows("Hugging Face", "auxiliary losses (`output_router_logits`), of native or of executed routes")
@@ -43,13 +32,15 @@ def switch_loss(router_logits, ids, num_experts):
 @grid("family", ["qwen3_moe", "mixtral", "olmoe", "gpt_oss"], quick=2)
 def test_the_auxiliary_loss_counts_what_it_is_told_to(family, counts):
     _, routed, trace = with_routes(BATCH, family)
-    output, ids = executed_and_native(routed, trace, counts=counts)
-    losses = {name: switch_loss(output.router_logits, ids[name], 8) for name in ids}
+    with routed.replay(trace, telemetry=True, counts=counts), routed.record() as recording:
+        output = routed.model(**BATCH, output_router_logits=True, labels=BATCH["input_ids"])
+    executed = torch.from_numpy(recording.trace().expert_ids_NLK.astype(np.int64)).unbind(1)
+    ids = {"replayed": executed, "native": native_picks(routed, output)}
+    losses = {name: switch_loss(output.router_logits, ids[name]) for name in ids}
     require_rounded(output.aux_loss, losses[counts])
     assert (losses["native"] - losses["replayed"]).abs() > 1e-2, "the check must be able to see a difference"
     after = routed.model(**BATCH, output_router_logits=True)
-    own = [logits.topk(routed.spec.top_k).indices for logits in after.router_logits]
-    require_rounded(after.aux_loss, switch_loss(after.router_logits, own, 8))
+    require_rounded(after.aux_loss, switch_loss(after.router_logits, native_picks(routed, after)))
 
 
 def test_a_loss_that_cannot_be_told_is_refused():

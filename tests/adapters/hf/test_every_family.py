@@ -3,14 +3,21 @@
 import re
 
 import pytest
-import transformers
 from transformers.models.auto.configuration_auto import model_type_to_module_name
 from transformers.models.auto.modeling_auto import MODEL_MAPPING_NAMES
 
-from foreroute.adapters.versions import PEERS
 from tests.adapters.hf import support_table
 from tests.adapters.hf.families import FAMILIES, MODELLING, lacks, skip_in_older
-from tests.adapters.hf.family_checks import CHECKS, backends, checkpointing, configuration, foreign, native
+from tests.adapters.hf.family_checks import (
+    CHECKS,
+    backends,
+    checkpointing,
+    configuration,
+    foreign,
+    is_newest,
+    native,
+    record,
+)
 from tests.adapters.hf.family_gates import GATES
 from tests.adapters.hf.family_refusals import REFUSED, refusal
 
@@ -20,10 +27,10 @@ AT_ONCE = [
     *("gpt_oss", "hunyuan_v1_moe", "inkling", "jamba", "jetmoe", "lfm2_moe", "llama4", "longcat_flash"),
     *("mixtral", "olmoe", "phimoe", "qwen3_moe", "qwen3_vl_moe", "step3p7", "zaya"),
 ]
-"""One of each kind of gate, selection and attention, of which `make test` has most checks. The others are like one."""
+"""One of each kind of gate, selection and attention, which `make test` looks at. The others are like one."""
 LONG = [native, checkpointing, backends, configuration]
 """These find what families alike have alike. CI has two of them of a family that is in `AT_ONCE`, by turns."""
-LONG_AT_ONCE = ["deepseek_v3", "gpt_oss", "qwen3_moe"]
+LONG_AT_ONCE = ["deepseek_v3", "qwen3_moe"]
 """Families of which `make test` has every check."""
 ROUTES_NO_TOKENS = {"granite_docling": "its density router regresses a number of pages; there are no experts"}
 
@@ -50,8 +57,10 @@ def test_every_family_of_transformers_is_here():
 def marks_of(name, check):
     if name not in AT_ONCE:
         return pytest.mark.slow if check is foreign else pytest.mark.exhaustive
-    if name in LONG_AT_ONCE or check not in LONG:
+    if name in LONG_AT_ONCE or check is foreign:
         return ()
+    if check is record:
+        return pytest.mark.slow
     is_by_day = LONG.index(check) % 2 == AT_ONCE.index(name) % 2
     return pytest.mark.slow if is_by_day else pytest.mark.exhaustive
 
@@ -68,11 +77,8 @@ def marks_of(name, check):
 def test_family(name, check):
     why_not = check(name)
     *_, exceptions = support_table.committed()[name]
-    if transformers.__version__ != PEERS["transformers"].newest:
-        return  # the page is of that one
-    assert exceptions.get(check.__name__) == why_not, (
-        f"docs/huggingface.md is out of date; {support_table.HOW_TO_UPDATE}"
-    )
+    if is_newest():  # the page is of that one
+        assert exceptions.get(check.__name__) == why_not, support_table.HOW_TO_UPDATE
 
 
 @pytest.mark.parametrize("name", REFUSED)
@@ -85,5 +91,5 @@ def test_the_committed_table_has_these_families_and_no_others():
     assert sorted(rows) == sorted(FAMILIES)
     assert list(support_table.committed_refusals()) == list(REFUSED)
     for name, (gate, model, exceptions) in rows.items():
-        assert (gate, model) == (str(GATES[name]), support_table.class_to_name(FAMILIES[name].model))
+        assert (gate, model) == (str(GATES[name]), support_table.class_to_name(FAMILIES[name]))
         assert exceptions.keys() <= {check.__name__ for check in CHECKS}

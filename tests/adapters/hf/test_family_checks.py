@@ -1,6 +1,6 @@
 """The checks of every family, seen to fail on replay that is wrong in one way each."""
 
-import importlib
+from functools import partial
 
 import pytest
 import torch
@@ -10,13 +10,13 @@ from foreroute.core.selection import LayerPass, SelectionMode
 from foreroute.replay import Recording
 from tests.adapters.hf.family_checks import BATCH, attached_once, backends, checkpointing, foreign, native, record
 from tests.adapters.hf.model_runs import random_routes
+from tests.tiers import grid
 
 
 @pytest.fixture(autouse=True)
 def of_its_own(monkeypatch):
     """No model of a test here is that of another, and attach trusts it, so that the checks have to find out."""
-    attaching = importlib.import_module("foreroute.core.attaching")
-    monkeypatch.setattr(attaching, "self_check", lambda *_: None)
+    monkeypatch.setattr("foreroute.core.attaching.self_check", lambda *_: None)
     attached_once.cache_clear()
     yield
     attached_once.cache_clear()
@@ -45,12 +45,8 @@ def changed_values(patch, change):
     patch.setattr(SelectionMode, "_top_k", changed)
 
 
-def weights_by_another_rule(patch):
-    changed_values(patch, torch.exp)
-
-
-def routers_without_gradient(patch):
-    changed_values(patch, torch.Tensor.detach)
+weights_by_another_rule = partial(changed_values, change=torch.exp)
+routers_without_gradient = partial(changed_values, change=torch.Tensor.detach)
 
 
 def recomputation_on_its_own(patch):
@@ -72,9 +68,10 @@ BROKEN = [
 ]
 
 
-@pytest.mark.parametrize(
+@grid(
     ("sabotage", "check", "name", "error"),
     [(how, check, name, error) for how, check, names, error in BROKEN for name in names.split()],
+    quick=6,
 )
 def test_broken_replay_fails_its_check(sabotage, check, name, error, monkeypatch):
     sabotage(monkeypatch)

@@ -1,7 +1,4 @@
-"""Batches on a device that counts waits of the host: rows are found there, and what is wrong is told before updates.
-
-The oracle of rows is `locate_rows`, in NumPy on the host; that of what is told is the CPU, where it is told at once.
-"""
+"""On a device that counts waits: rows are found as NumPy finds them on the host, and faults told before updates."""
 
 import copy
 import itertools
@@ -19,51 +16,37 @@ from foreroute.errors import BatchMismatchError
 from foreroute.layout import locate_rows, pad
 from foreroute.testing.counting_device import DEVICE, other_device
 from foreroute.testing.models import tiny
+from tests.adapters.hf.model_runs import batch_of, packed
 from tests.replay.session_subject import Batch, foreign
 from tests.tiers import grid
 
 LENGTHS = (5, 4, 9)
 SEQUENCES = np.split(np.arange(1, 19), np.cumsum(LENGTHS)[:-1])
-OFFSETS = np.append(0, np.cumsum(LENGTHS)).astype(np.int32)
+OFFSETS = torch.tensor([0, *np.cumsum(LENGTHS)], dtype=torch.int32)
 NONE = ((), (), ())
 
 
 def padded(side):
     """The sequences in rows of 9, with a mask that alone says where they are."""
-    ids, mask = np.zeros((3, 9), np.int64), np.zeros((3, 9), np.int64)
-    for row, tokens in enumerate(SEQUENCES):
-        held = slice(9 - len(tokens), None) if side == "left" else slice(len(tokens))
-        ids[row, held], mask[row, held] = tokens, 1
-    return {"input_ids": ids, "attention_mask": mask}
-
-
-def with_positions(side):
-    batch = padded(side)
-    return batch | {"position_ids": (batch["attention_mask"].cumsum(1) - 1).clip(0)}
+    batch = batch_of(*LENGTHS, side=side)
+    batch["input_ids"][batch["attention_mask"].bool()] = torch.arange(1, 19)
+    return batch
 
 
 def as_pattern(batch):
     """With the pattern of causal attention that `generate` makes of a mask for a static cache."""
-    kept, causal = batch["attention_mask"].astype(bool), np.tril(np.ones((9, 9), bool))
-    return batch | {"attention_mask": (causal & kept[:, None])[:, None]}
-
-
-def packed(*rows):
-    """The sequences of each row one after the other, as many tokens in each, with positions."""
-    return {
-        "input_ids": np.stack([np.concatenate([SEQUENCES[s] for s in row]) for row in rows]),
-        "position_ids": np.stack([np.concatenate([np.arange(LENGTHS[s]) for s in row]) for row in rows]),
-    }
+    causal = torch.ones(9, 9, dtype=torch.bool).tril()
+    return batch | {"attention_mask": (causal & batch["attention_mask"].bool()[:, None])[:, None]}
 
 
 BATCHES = {
     "left": padded("left"),
     "right": padded("right"),
-    "left, with positions": with_positions("left"),
+    "left, with positions": padded("left") | {"position_ids": (padded("left")["attention_mask"].cumsum(1) - 1).clip(0)},
     "right, as a pattern": as_pattern(padded("right")),
-    "packed": packed([0, 1, 2]),
-    "packed, with lengths": packed([0, 1, 2]) | {"cu_seq_lens_q": OFFSETS, "cu_seq_lens_k": OFFSETS},
-    "packed in two rows": packed([0, 1], [2]),
+    "packed": packed(SEQUENCES, [[0, 1, 2]]),
+    "packed, with lengths": packed(SEQUENCES, [[0, 1, 2]]) | {"cu_seq_lens_q": OFFSETS, "cu_seq_lens_k": OFFSETS},
+    "packed in two rows": packed(SEQUENCES, [[0, 1], [2]]),
 }
 POLICIES = {
     "whole": ({}, NONE),
@@ -76,27 +59,17 @@ POLICIES = {
 def trace_of(spec, missing=NONE, *, ends=(0, 1, 2)):
     """Routes that no router chose; those of these rows, and of the last row of sequences `ends`, are absent."""
     absent = {(s, p) for s, lacking in enumerate(missing) for p in lacking} | {(s, LENGTHS[s] - 1) for s in ends}
-    return foreign(spec, Batch(torch.from_numpy(padded("right")["input_ids"]), LENGTHS), 3, absent)
+    return foreign(spec, Batch(padded("right")["input_ids"], LENGTHS), 3, absent)
 
 
 @lru_cache
 def model_on(device):
-    """One for all batches."""
+    """One for all batches. That on the CPU is the oracle; the other is asked for where the device is open."""
     return hf.attach(tiny("qwen3_moe", experts="batched_mm").to(device))
 
 
-def model_here():
-    """Whose outcome on the host is the oracle."""
-    return model_on("cpu")
-
-
-def model_there():
-    """What is held against it; asked for where the device is open."""
-    return model_on(DEVICE)
-
-
 def given_on(device, batch):
-    return {name: torch.from_numpy(np.array(given)).to(device) for name, given in batch.items()}
+    return {name: given.clone().to(device) for name, given in batch.items()}
 
 
 def replayed(routed, batch, *what, **policy):
@@ -124,7 +97,7 @@ def found_on_the_host(rows, batch, there, policy):
 
 @grid(("batch", "policy"), zip(BATCHES, itertools.cycle(POLICIES)), quick=4)
 def test_rows_are_found_on_the_device_as_on_the_host(batch, policy, monkeypatch):
-    here, batch, (policy, missing) = model_here(), BATCHES[batch], POLICIES[policy]
+    here, batch, (policy, missing) = model_on("cpu"), BATCHES[batch], POLICIES[policy]
     trace = trace_of(here.spec, missing)
     seen_here = replayed(here, given_on("cpu", batch), trace, **policy)
     with monkeypatch.context() as on_the_host:
@@ -133,7 +106,7 @@ def test_rows_are_found_on_the_device_as_on_the_host(batch, policy, monkeypatch)
     assert all(map(torch.equal, seen_here[:2], expected[:2]))
     assert seen_here[2].equals(expected[2])
     with other_device() as device:
-        there, given = model_there(), given_on(DEVICE, batch)
+        there, given = model_on(DEVICE), given_on(DEVICE, batch)
         seen = replayed(there, given, trace, **policy)
 
         unpatched = waits(device, there, given)
@@ -149,41 +122,29 @@ def test_rows_are_found_on_the_device_as_on_the_host(batch, policy, monkeypatch)
     assert seen[2].equals(expected[2])
 
 
-def put(name, place, value):
-
-    def spoil(batch):
-        batch[name][place] = value
-
-    return spoil
-
-
 REFUSED = {
-    "other token": ("right", put("input_ids", (2, 5), 3), "sequence 2, position 5: token 3 in the batch, 15 in"),
-    "other token, left": ("left", put("input_ids", (1, 8), 3), "sequence 1, position 3: token 3 in the batch, 9 in"),
-    "no mask": ("right", put("attention_mask", (0, 0), 2), "attention_mask holds 2"),
-    "another pattern": (
-        "right, as a pattern",
-        put("attention_mask", (2, 0, 6, 3), False),
-        r"attention_mask is of shape \(3, 1, 9, 9\), another pattern than the causal one of a batch",
-    ),
-    "other start": ("packed", put("position_ids", (0, 3), 0), "the batch has 4 sequences and the trace has 3"),
-    "other lengths": ("packed, with lengths", put("cu_seq_lens_q", 1, 4), "restart at 0 elsewhere than at the offsets"),
-    "other end": ("packed, with lengths", put("cu_seq_lens_q", 3, 20), "run from 0 to 20; expected 0 to 18"),
-    "rows left out": ("right", put("attention_mask", (2, slice(6, None)), 0), "ends after 6 of 9 tokens and leaves"),
-    "longer": ("right", put("attention_mask", (0, 5), 1), "sequence 0 has 6 tokens in the batch and 5 in the trace"),
+    "other token": ("right", "input_ids", (2, 5), 3, "sequence 2, position 5: token 3 in the batch, 15 in"),
+    "other token, left": ("left", "input_ids", (1, 8), 3, "sequence 1, position 3: token 3 in the batch, 9 in"),
+    "no mask": ("right", "attention_mask", (0, 0), 2, "attention_mask holds 2"),
+    "other pattern": ("right, as a pattern", "attention_mask", (2, 0, 6, 3), False, "another pattern than the causal"),
+    "other start": ("packed", "position_ids", (0, 3), 0, "the batch has 4 sequences and the trace has 3"),
+    "other lengths": ("packed, with lengths", "cu_seq_lens_q", 1, 4, "restart at 0 elsewhere than at the offsets"),
+    "other end": ("packed, with lengths", "cu_seq_lens_q", 3, 20, "run from 0 to 20; expected 0 to 18"),
+    "rows left out": ("right", "attention_mask", (2, slice(6, None)), 0, "ends after 6 of 9 tokens and leaves"),
+    "longer": ("right", "attention_mask", (0, 5), 1, "sequence 0 has 6 tokens in the batch and 5 in the trace"),
 }
 
 
-@pytest.mark.parametrize(("name", "spoil", "message"), REFUSED.values(), ids=REFUSED)
-def test_what_the_device_finds_wrong_is_told_before_weights_change(name, spoil, message):
+@grid(("name", "field", "place", "value", "message"), REFUSED.values(), ids=REFUSED, quick=5)
+def test_what_the_device_finds_wrong_is_told_before_weights_change(name, field, place, value, message):
     batch = copy.deepcopy(BATCHES[name])
-    spoil(batch)
-    here = model_here()
+    batch[field][place] = value
+    here = model_on("cpu")
     trace = trace_of(here.spec)
     with pytest.raises(BatchMismatchError, match=message), here.replay(trace):
         here.model(**given_on("cpu", batch), use_cache=False)
     with other_device() as device:
-        there = model_there()
+        there = model_on(DEVICE)
         for other in (BATCHES[name], batch):
             given, session = given_on(DEVICE, other), there.replay(trace)
 
@@ -212,14 +173,14 @@ LAYOUT = pad(LENGTHS, side="left", order="bshd", to=9)
 )
 def test_traces_and_layouts_are_taken_and_refused_there(side, missing, layout, message):
     with other_device(), nullcontext() if message is None else pytest.raises(BatchMismatchError, match=message):
-        there = model_there()
+        there = model_on(DEVICE)
         replayed(there, given_on(DEVICE, BATCHES[side]), trace_of(there.spec, missing), layout=layout)
 
 
 def test_rows_made_once_are_compared_with_every_batch_though_nobody_counts_who_writes_to_it():
     """As a broadcast of c10d fills a buffer, which raises no version of a tensor."""
     with other_device():
-        routed = model_there()
+        routed = model_on(DEVICE)
         rows, given = routed.rows(trace_of(routed.spec)), given_on(DEVICE, padded("left"))
         buffers = {name: each.values_here.numpy() for name, each in given.items()}
         replayed(routed, given, rows)
@@ -269,11 +230,11 @@ def test_what_replay_adds_to_a_layer(absent, how, added):
 
 @pytest.mark.parametrize("options", [{"margins": True}, {"native": True}])
 def test_recordings_and_telemetry_wait_for_nothing_and_keep_tokens_that_are_overwritten(options):
-    here, batch = model_here(), padded("right")
+    here, batch = model_on("cpu"), padded("right")
     with torch.no_grad(), here.record() as expected:
         here.model(**given_on("cpu", batch), use_cache=False)
     with other_device() as device, torch.no_grad():
-        there, given = model_there(), given_on(DEVICE, batch)
+        there, given = model_on(DEVICE), given_on(DEVICE, batch)
 
         unpatched = waits(device, there, given)
         with there.record(**options) as recording:

@@ -1,14 +1,10 @@
-"""Choices of sparse-attention indexers, recorded and replayed, in every family of transformers that has them.
-
-The oracle is the attention of the unpatched code: what an indexer did not choose has weight 0 there, and what it chose
-has not.
-"""
+"""Choices of sparse-attention indexers. The oracle is the attention of unpatched code: weight 0 where not chosen."""
 
 import itertools
 import re
-from contextlib import contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import replace
-from functools import lru_cache
+from functools import lru_cache, partial
 
 import numpy as np
 import pytest
@@ -51,17 +47,16 @@ def attached(family, device="cpu", **sizes):
     return model, hf.attach(model.to(device))
 
 
-def output_of(model, batch):
+def output_of(model, batch=BATCH):
     return model(**batch, use_cache=False)[0][batch["attention_mask"].bool()]
 
 
 @lru_cache
-def recorded(family, num_tokens=37):
-    """The output, without padding, and the trace of two sequences of so many tokens and of two thirds."""
+def recorded(family):
+    """The output, without padding, and the trace of `BATCH`."""
     model, routed = attached(family)
-    batch = batch_of(num_tokens, num_tokens * 2 // 3)
     with routed.record(indexers=True) as recording, torch.no_grad():
-        output = output_of(model, batch)
+        output = output_of(model)
     return output, recording.trace()
 
 
@@ -71,12 +66,10 @@ OWN = {
     "all seen": {name: each[1:, :8] for name, each in batch_of(9, 5).items()},
 }
 """The last has more columns than its queries see, from which an indexer that leaves nothing out chooses too."""
-
-
 CASES = dict.fromkeys([*zip(SPARSE, itertools.cycle(OWN), strict=False), *itertools.product(AT_ONCE, OWN)])
 
 
-@grid(("family", "case"), CASES, quick=6)
+@grid(("family", "case"), CASES, quick=4)
 def test_own_choices_change_no_bit(family, case):
     """Of the output, and of what is executed; recording changes none either."""
     wide = {name: 64 for name in SPARSE[family] if name in ("index_topk", "index_topk_blocks", "topk_blocks")}
@@ -94,63 +87,55 @@ def test_own_choices_change_no_bit(family, case):
     assert traces[0].num_rows == OWN[case]["attention_mask"].sum()
 
 
-@grid("family", SPARSE, quick=4)
+@grid("family", SPARSE, quick=3)
 def test_foreign_choices_are_obeyed(family):
     """Every query of every layer attends to the replayed keys and to no others, those of shared layers too."""
     model, routed = attached(family)
     _, trace = recorded(family)
     other = foreign_choices(trace, routed.indexers)
     with torch.no_grad(), routed.replay(other), attention_of(model) as weights:
-        output_of(model, BATCH)
-    require_attended(family, routed, other, weights, BATCH)
+        output_of(model)
+    require_attended(family, routed, other, weights)
     with pytest.raises(AssertionError):  # the control: not the model's own
-        require_attended(family, routed, trace, weights, BATCH)
+        require_attended(family, routed, trace, weights)
 
 
 @contextmanager
 def attention_of(model):
     """Weights [B, heads, T, keys] by layer number, from the modules around indexers and those that share."""
-    weights, handles = {}, []
-    for path, module in model.named_modules():
-        if hasattr(module, "indexer") or hasattr(getattr(module, "compressor", None), "indexer"):
-            number = int(re.search(r"layers\.(\d+)\.self_attn$|$", path).group(1) or -1)
-            if number >= 0:
-                note = lambda _, __, output, number=number: weights.update({number: output[1]})  # noqa: E731
-                handles.append(module.register_forward_hook(note))
-    yield weights
-    for handle in handles:
-        handle.remove()
+    weights = {}
+    with ExitStack() as stack:
+        for path, module in model.named_modules():
+            has_one = hasattr(module, "indexer") or hasattr(getattr(module, "compressor", None), "indexer")
+            if has_one and (number := re.search(r"layers\.(\d+)\.self_attn$", path)):
+                note = partial(lambda number, _, __, output: weights.update({number: output[1]}), int(number[1]))
+                stack.enter_context(module.register_forward_hook(note))
+        yield weights
 
 
-def require_attended(family, routed, trace, weights, batch):
-    spec, stream = routed.indexers, trace.streams["indexer"]
+def require_attended(family, routed, trace, weights):
+    spec = routed.indexers
     numbers = [layer.index for layer in spec.layers]
     for number, weights_BHTC in weights.items():
         if number < numbers[0]:
             continue  # dense
         layer = max(place for place, other in enumerate(numbers) if other <= number)
-        width = batch["attention_mask"].shape[1]
-        seen_BHTC = weights_BHTC[..., width if family == "deepseek_v4" else 0 :] > 0
-        for b, length in enumerate(batch["attention_mask"].sum(1).tolist()):
-            for head in range(spec.heads):
-                expected_TC = torch.zeros(length, seen_BHTC.shape[-1], dtype=torch.bool)
+        seen_BHTC = weights_BHTC[..., BATCH["input_ids"].shape[1] if family == "deepseek_v4" else 0 :] > 0
+        for b, length in enumerate(trace.lengths):
+            for head, seen_HTC in enumerate(seen_BHTC[b].chunk(spec.heads)):
+                expected_TC = torch.zeros(length, seen_HTC.shape[-1], dtype=torch.bool)
                 for p in range(length):
-                    expected_TC[p, keys_of(family, spec, chosen(trace, spec, stream, b, p, layer, head), p)] = True
-                mine = slice(head * seen_BHTC.shape[1] // spec.heads, (head + 1) * seen_BHTC.shape[1] // spec.heads)
-                assert torch.equal(seen_BHTC[b, mine, :length], expected_TC.expand_as(seen_BHTC[b, mine, :length]))
+                    expected_TC[p, keys_of(family, spec, trace, int(trace.offsets[b]) + p, p, layer, head)] = True
+                assert torch.equal(seen_HTC[:, :length], expected_TC.expand_as(seen_HTC[:, :length]))
 
 
-def chosen(trace, spec, stream, sequence, position, layer, head):
-    row = int(trace.offsets[sequence]) + position
-    start, stop = stream.offsets[row * stream.depth + layer :][:2]
-    ids = stream.ids[start:stop]
-    if not len(ids):
-        return list(range(int(spec.num_visible(np.array([position]))[0])))
-    return [int(i) // spec.heads for i in ids if i % spec.heads == head]
-
-
-def keys_of(family, spec, units, position):
+def keys_of(family, spec, trace, row, position, layer, head):
     """The columns that a query attends to: tokens, or compressed entries."""
+    stream = trace.streams["indexer"]
+    start, stop = stream.offsets[row * stream.depth + layer :][:2]
+    units = [int(i) // spec.heads for i in stream.ids[start:stop] if i % spec.heads == head]
+    if start == stop:
+        units = list(range(int(spec.num_visible(np.array([position]))[0])))
     if family == "deepseek_v4":
         return units
     tokens = [u * spec.unit + i for u in units for i in range(spec.unit)]
@@ -182,11 +167,11 @@ def test_rows_without_choices_follow_the_policy():
     gappy = trace.with_stream("indexer", trace.streams["indexer"].without(np.array([20])))
     with torch.no_grad():
         with pytest.raises(BatchMismatchError, match=r"sequence 0.*indexers.*20"), routed.replay(gappy):
-            output_of(model, BATCH)
+            output_of(model)
         with routed.replay(gappy, missing="native"):
-            assert torch.equal(output_of(model, BATCH), expected)  # which is what it chose when it was recorded
+            assert torch.equal(output_of(model), expected)  # which is what it chose when it was recorded
         with routed.replay(gappy, missing="drop") as session:
-            output_of(model, BATCH)
+            output_of(model)
             assert session.loss_mask_BT.sum(1).tolist() == [21, 24]
 
 
@@ -203,9 +188,9 @@ def test_choices_in_what_is_compiled_are_refused_and_routes_alone_replayed():
     routed = hf.attach(model)
     model.model.layers[0].compile(backend="eager")
     with pytest.raises(ReplayError, match=r"eager.*alone"), routed.replay(trace), torch.no_grad():
-        output_of(model, BATCH)
+        output_of(model)
     with routed.replay(trace.without_streams()), torch.no_grad():
-        torch.testing.assert_close(output_of(model, BATCH), expected, rtol=0, atol=1e-4)
+        torch.testing.assert_close(output_of(model), expected, rtol=0, atol=1e-4)
 
 
 @pytest.mark.slow
@@ -215,7 +200,7 @@ def test_nobody_waits_for_choices(monkeypatch):
     _, trace = recorded("deepseek_v32")
     other = foreign_choices(trace, routed.indexers)
     with torch.no_grad(), routed.replay(other):
-        expected = output_of(model, BATCH)
+        expected = output_of(model)
     with other_device() as device, torch.no_grad():
         there, moved = attached("deepseek_v32", DEVICE)
         given = {name: each.to(DEVICE) for name, each in BATCH.items()}
@@ -241,15 +226,9 @@ def test_nobody_waits_for_choices(monkeypatch):
             assert waits()[0] == unpatched + 2 * len(routed.indexers.layers)
 
 
-def padded_inside():
-    batch = batch_of(9, 5)
-    for each in batch.values():
-        each[1] = each[1, [0, 5, 1, 2, 6, 3, 4, 7, 8]]
-    return batch
-
-
+PADDED_INSIDE = {name: each[:, [0, 5, 1, 2, 6, 3, 4, 7, 8]] for name, each in batch_of(9, 5).items()}
 MISPLACED = {
-    "padding inside": ("deepseek_v32", padded_inside(), "padding lies inside a sequence"),
+    "padding inside": ("deepseek_v32", PADDED_INSIDE, "padding lies inside a sequence"),
     "padding before": ("minimax_m3_vl", batch_of(9, 5, side="left"), "a sequence begins behind padding"),
     "several in a row": (
         "glm5_next",

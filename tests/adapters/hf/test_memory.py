@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from foreroute import planner
+from foreroute import RoutingTrace, planner
 from foreroute.adapters import hf
 from foreroute.adapters.hf.loading import spread
 from foreroute.adapters.hf.memory import draw_micro_batches, measure_memory
@@ -45,7 +45,7 @@ def forecast_and_logged(rank, num_ranks):
     memory = measured(routed, drawn)
     # others, of sequences four times as long
     wholes = draw_micro_batches(routed.spec, VOCABULARY, seed=1)[:12]
-    traces = [type(wholes[0]).from_sequences(routed.spec, *longer(wholes[i : i + 4])) for i in (0, 4, 8)]
+    traces = [longer(*wholes[i : i + 4]) for i in (0, 4, 8)]
     rows_M = [routed.rows(trace) for trace in traces]
     counts = routed.gather_counts(rows_M)
     own = [[len(t) * w, len(t) * w * w, len(t) * w] for t in traces for w in [int(t.lengths.max())]]
@@ -75,11 +75,9 @@ def forecast_and_logged(rank, num_ranks):
     return found, replicas
 
 
-def longer(wholes):
-    return (
-        [np.concatenate([whole.token_ids_N for whole in wholes]), wholes[0].token_ids_N],
-        [np.concatenate([whole.expert_ids_NLK for whole in wholes]), wholes[0].expert_ids_NLK],
-    )
+def longer(first, *others):
+    tokens, ids = zip(*((each.token_ids_N, each.expert_ids_NLK) for each in (first, *others)), strict=True)
+    return RoutingTrace.from_sequences(first.spec, [np.concatenate(tokens), tokens[0]], [np.concatenate(ids), ids[0]])
 
 
 # tests/costs has the formula, and benchmarks/rows.py peaks that torch does not count

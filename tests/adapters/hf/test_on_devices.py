@@ -1,7 +1,6 @@
 """What jobs on a GPU bring: captures, memory that CUDA graphs use again, weights that are kept elsewhere.
 
-Without a GPU, what torch says during a capture is made up, and a compiled model writes its notes to the same addresses
-in every pass, as one in a CUDA graph does. tests/gpu has what only a GPU shows.
+Without a GPU, what torch says during a capture is made up, and so are addresses that a graph writes to in every pass.
 """
 
 from contextlib import contextmanager
@@ -57,8 +56,7 @@ def test_a_capture_in_a_session_is_refused_and_leaves_nothing_behind(session, de
     telemetry = session == "replay with telemetry"
     with routed.record() if session == "record" else routed.replay(trace, telemetry=telemetry) as opened:
         expected = native(model, device)
-        named = "Qwen3MoeModel runs in a session while a CUDA graph is captured"
-        with pytest.raises(ReplayError, match=named), capturing(device):
+        with pytest.raises(ReplayError, match=r"Qwen3MoeModel.*CUDA graph"), capturing(device):
             native(model, device)
         assert torch.equal(native(model, device), expected)
     assert session != "record" or len(opened.trace()) == 2 * len(trace)
@@ -94,10 +92,10 @@ def test_notes_of_a_compiled_pass_stay_when_the_next_one_writes_over_its_memory(
 def test_weights_that_accelerate_offloads_are_attached_before_or_after(attach_first, device):
     cpu_offload = pytest.importorskip("accelerate").cpu_offload
     plain, model = hf.attach(tiny("qwen3_moe").to(device)), tiny("qwen3_moe").to(device)
-    routed = hf.attach(model) if attach_first else None
+    before = hf.attach(model) if attach_first else None
     cpu_offload(model, execution_device=device)
     assert model.get_input_embeddings().weight.is_meta
-    routed = routed or hf.attach(model)
+    routed = before or hf.attach(model)
     trace = random_routes(routed.spec, BATCH)
     results = []
     for each in (plain, routed):
@@ -118,7 +116,6 @@ def test_weights_that_are_kept_elsewhere_are_there_again_afterwards(place, tmp_p
     plain = tiny("qwen3_moe")
     plain.save_pretrained(tmp_path / "model")
     model = type(plain).from_pretrained(tmp_path / "model", device_map={"": place}, offload_folder=tmp_path / "weights")
-
     if place == "disk" and not hasattr(model, "_hf_hook"):
         skip_in_older("this transformers brings no weight back from the disk where all are there")
 

@@ -1,7 +1,4 @@
-"""A router that a quantizing loader packed is named by attach and by the doctor, whatever the loader stores.
-
-The loaders themselves are stood in for by what they leave behind; `tests/settings` has real ones.
-"""
+"""A router that a quantizing loader packed is named. `tests/settings` has the loaders; here is what they leave."""
 
 import warnings
 
@@ -22,34 +19,34 @@ class Packed(nn.Linear):
         return nn.functional.linear(hidden, self.whole)
 
 
-def as_bytes(weight):
-    return nn.Parameter((weight * 100).to(torch.int8), requires_grad=False)
+def as_bytes(linear):
+    return nn.Parameter((linear.weight * 100).to(torch.int8), requires_grad=False)
 
 
-def packed_model(stored, path="mlp.router.gate"):
-    """A tiny model whose layers store a weight as `stored(weight)` says: a parameter, or a buffer by name."""
+def in_bytes(linear):
+    linear.weight = as_bytes(linear)
+
+
+def in_words(linear):
+    words, scales = as_bytes(linear).data.view(torch.int32), linear.weight[:1].detach().half()
+    del linear.weight
+    linear.register_buffer("qweight", words)
+    linear.register_buffer("scales", scales)
+
+
+def packed_model(store, path="mlp.router.gate"):
     model = build("afmoe")
     for layer in model.model.layers:
-        if not hasattr(layer.mlp, "router"):
-            continue  # dense
-        linear = layer.get_submodule(path)
-        linear.__class__, linear.whole = Packed, linear.weight.detach()
-        kept = stored(linear.weight.detach())
-        if isinstance(kept, dict):
-            del linear.weight
-            for name, buffer in kept.items():
-                linear.register_buffer(name, buffer)
-        else:
-            linear.weight = kept
+        if hasattr(layer.mlp, "router"):  # else dense
+            linear = layer.get_submodule(path)
+            linear.__class__, linear.whole = Packed, linear.weight.detach()
+            store(linear)
     return model
 
 
-INT32 = lambda weight: {"qweight": as_bytes(weight).data.view(torch.int32), "scales": weight[:1].half()}  # noqa: E731
-
-
-@pytest.mark.parametrize(("stored", "dtype"), [(as_bytes, "int8"), (INT32, "int32")])
-def test_a_packed_router_is_named_with_what_leaves_it_whole(stored, dtype):
-    model = packed_model(stored)
+@pytest.mark.parametrize(("store", "dtype"), [(in_bytes, "int8"), (in_words, "int32")])
+def test_a_packed_router_is_named_with_what_leaves_it_whole(store, dtype):
+    model = packed_model(store)
     with pytest.warns(UserWarning, match=r"weights.*routers") as warned:
         hf.attach(model)
     [said] = [str(each.message) for each in warned if "packed" in str(each.message)]
@@ -63,4 +60,4 @@ def test_a_packed_router_is_named_with_what_leaves_it_whole(stored, dtype):
 def test_whole_routers_are_not_whatever_else_is_packed():
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        hf.attach(packed_model(as_bytes, "self_attn.o_proj"))
+        hf.attach(packed_model(in_bytes, "self_attn.o_proj"))

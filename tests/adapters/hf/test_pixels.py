@@ -1,6 +1,7 @@
 """Vision-language models attached as a whole: a trace is bound to the pixels behind each token of an image."""
 
 import importlib
+from math import prod
 
 import pytest
 import torch
@@ -13,14 +14,13 @@ from foreroute.testing.counting_device import DEVICE, other_device
 from foreroute.trace import PIXELS
 from tests.adapters.hf.families import build, config_fields, with_live_values
 from tests.adapters.hf.family_checks import require_bit_equal
+from tests.adapters.hf.model_runs import batch_of
 from tests.tiers import grid
 
 IMAGE, VIDEO, START = 45, 44, 46
 GRIDS = ("qwen3_vl_moe", "qwen3_5_moe", "glm4v_moe", "qwen3_omni_moe", "minimax_m3_vl", "glm5_next")
 SHAPES = {"large": (1, 4, 4), "wide": (1, 2, 4)}  # 4 tokens and 2
 SEQUENCES = ([1, "large", 3, "wide", 5, 6], [7, 8, 9, 10], [11, 12, "wide", 13])
-
-
 WHOLE = {
     "ernie4_5_vl_moe": "Ernie4_5_VLMoeForConditionalGeneration",
     "gemma4": "Gemma4ForConditionalGeneration",
@@ -61,12 +61,11 @@ def build_whole(name, **overrides):
 
 
 def build_seeing(name="qwen3_vl_moe"):
-    return build_whole(name, image_token_id=IMAGE, video_token_id=VIDEO, vision_start_token_id=START)
-
-
-def patch_width(model):
+    """A model, attached, and the width of its patches."""
+    model = build_whole(name, image_token_id=IMAGE, video_token_id=VIDEO, vision_start_token_id=START)
     vision = model.config.vision_config
-    return getattr(vision, "in_channels", 3) * vision.temporal_patch_size * vision.patch_size**2
+    width = getattr(vision, "in_channels", 3) * vision.temporal_patch_size * vision.patch_size**2
+    return model, hf.attach(model), width
 
 
 class Seen:
@@ -74,35 +73,29 @@ class Seen:
 
     def __init__(self, width, seed=0):
         generator = torch.Generator().manual_seed(seed)
-        self.tokens, self.images = [], []
-        for sequence in SEQUENCES:
-            tokens, images = [], []
-            for each in sequence:
-                if isinstance(each, int):
-                    tokens.append(each)
-                    continue
-                grid_thw = SHAPES[each]
-                patches = grid_thw[1] * grid_thw[2]
-                tokens += [START, *[IMAGE] * (patches // 4)]
-                images.append((torch.randn(patches, width, generator=generator), grid_thw))
-            self.tokens.append(tokens)
-            self.images.append(images)
+        self.tokens = [[token for each in sequence for token in tokens_of(each)] for sequence in SEQUENCES]
+        self.images = [
+            [
+                (torch.randn(prod(SHAPES[each]), width, generator=generator), SHAPES[each])
+                for each in s
+                if each in SHAPES
+            ]
+            for s in SEQUENCES
+        ]
 
     def batch(self, sequences=(0, 1, 2), *, left=False, images=None):
-        longest = max(len(self.tokens[s]) for s in sequences)
-        rows = [(self.tokens[s], [0] * (longest - len(self.tokens[s]))) for s in sequences]
-        input_ids = torch.tensor([pad + tokens if left else tokens + pad for tokens, pad in rows])
-        mask = [([1] * len(t), p) for t, p in rows]
-        shown = [image for s in sequences for image in (images or self.images)[s]]
-        batch = {
-            "input_ids": input_ids,
-            "attention_mask": torch.tensor([pad + ones if left else ones + pad for ones, pad in mask]),
-            "mm_token_type_ids": (input_ids == IMAGE).int(),
-        }
-        if shown:
+        batch = batch_of(*(len(self.tokens[s]) for s in sequences), side="left" if left else "right")
+        ids, real_BT = batch["input_ids"], batch["attention_mask"].bool()
+        ids[real_BT] = torch.tensor([token for s in sequences for token in self.tokens[s]])
+        batch["mm_token_type_ids"] = (ids == IMAGE).int()
+        if shown := [image for s in sequences for image in (images or self.images)[s]]:
             batch["pixel_values"] = torch.cat([patches for patches, _ in shown])
             batch["image_grid_thw"] = torch.tensor([grid_thw for _, grid_thw in shown])
         return batch
+
+
+def tokens_of(each):
+    return [START, *[IMAGE] * (prod(SHAPES[each]) // 4)] if each in SHAPES else [each]
 
 
 def outputs(model, batch):
@@ -110,7 +103,7 @@ def outputs(model, batch):
         return model(**batch, use_cache=False).logits[batch["attention_mask"].bool()]
 
 
-@grid("name", WHOLE, quick=3)
+@grid("name", WHOLE, quick=2)
 def test_a_whole_model_replays_its_own_text_routes_bit_for_bit(name):
     model = build_whole(name)
     require_bit_equal(build_whole(name), model, hf.attach(model))
@@ -119,12 +112,10 @@ def test_a_whole_model_replays_its_own_text_routes_bit_for_bit(name):
 @pytest.mark.shows("Hugging Face", "images, bound by a digest of their pixels")
 @grid("name", GRIDS, quick=1)
 def test_routes_of_images_replay_bit_for_bit_on_their_own_pixels_alone(name, tmp_path):
-    model = build_seeing(name)
-    routed, seen = hf.attach(model), Seen(patch_width(model))
-    other = Seen(patch_width(model), seed=1)
-    with routed.record() as recording:
-        native = outputs(model, seen.batch(left=True))
-    trace = fr.load(fr.save(recording.trace(), tmp_path / "trace.safetensors"))
+    model, routed, width = build_seeing(name)
+    seen, other = Seen(width), Seen(width, seed=1)
+    trace, native = recorded(routed, seen.batch(left=True))
+    trace = fr.load(fr.save(trace, tmp_path / "trace.safetensors"))
     for chosen, left in (((0, 1, 2), False), ((2, 0), True), ((1,), False)):
         part = trace.select(chosen)
         model.model.rope_deltas = None  # older releases take those of the batch before it for one without images
@@ -137,11 +128,12 @@ def test_routes_of_images_replay_bit_for_bit_on_their_own_pixels_alone(name, tmp
 
     second = [[seen.images[0][0], other.images[0][1]], [], seen.images[2]]
     exchanged = [[seen.images[0][0], seen.images[2][0]], [], [seen.images[0][1]]]
-    for chosen, images, said in (
-        ((0, 1, 2), other.images, "sequence 0, position 2: the batch has the pixels of another image"),
-        ((2, 0), second, "sequence 1, position 8: the batch has the pixels of another image"),
+    for chosen, images, place in (
+        ((0, 1, 2), other.images, "sequence 0, position 2"),
+        ((2, 0), second, "sequence 1, position 8"),
         ((0, 1, 2), exchanged, "sequence 0, position 8"),
     ):
+        said = f"{place}: the batch has the pixels of another image"
         refuse(said, routed, trace.select(chosen), seen.batch(chosen, images=images))
 
 
@@ -149,8 +141,8 @@ def test_routes_of_images_replay_bit_for_bit_on_their_own_pixels_alone(name, tmp
 @grid("name", ("qwen3_vl_moe", "glm4v_moe"), quick=1)
 def test_videos_are_told_apart_too(name):
     """GLM-4.5V has tokens of images stand for them."""
-    model = build_seeing(name)
-    routed, token = hf.attach(model), VIDEO if name == "qwen3_vl_moe" else IMAGE
+    model, routed, width = build_seeing(name)
+    token = VIDEO if name == "qwen3_vl_moe" else IMAGE
     tokens = torch.tensor([[1, START, *[token] * 4, 3, 4]])
     batch = {
         "input_ids": tokens,
@@ -158,26 +150,18 @@ def test_videos_are_told_apart_too(name):
         "video_grid_thw": torch.tensor([[1, 4, 4]]),
     }
     batch["mm_token_type_ids"] = 2 * (tokens == token).int()
-    batch["pixel_values_videos"] = torch.randn(16, patch_width(model), generator=torch.Generator().manual_seed(0))
-    with routed.record() as recording:
-        native = outputs(model, batch)
-    with routed.replay(recording.trace()):
+    batch["pixel_values_videos"] = torch.randn(16, width, generator=torch.Generator().manual_seed(0))
+    trace, native = recorded(routed, batch)
+    with routed.replay(trace):
         assert torch.equal(outputs(model, batch), native)
     batch["pixel_values_videos"] = batch["pixel_values_videos"].roll(4, 0)  # the same pieces of it in other places
-    refuse("sequence 0, position 2", routed, recording.trace(), batch)
-
-
-@pytest.fixture(scope="module")
-def seeing():
-    model = build_seeing()
-    routed, seen = hf.attach(model), Seen(patch_width(model))
-    return model, routed, seen, recorded(routed, seen.batch())
+    refuse("sequence 0, position 2", routed, trace, batch)
 
 
 def recorded(routed, batch):
     with routed.record() as recording:
-        outputs(routed.model, batch)
-    return recording.trace()
+        native = outputs(routed.model, batch)
+    return recording.trace(), native
 
 
 def refuse(said, routed, routes, batch):
@@ -185,12 +169,13 @@ def refuse(said, routed, routes, batch):
         outputs(routed.model, batch)
 
 
-def test_images_left_out_or_painted_over_are_noticed_and_digests_can_be_left_out(seeing):
-    model, routed, seen, trace = seeing
-    batch = seen.batch()
+def test_images_left_out_or_painted_over_are_noticed_and_digests_can_be_left_out():
+    model, routed, width = build_seeing()
+    batch = Seen(width).batch()
+    trace, _ = recorded(routed, batch)
     blind = {name: each for name, each in batch.items() if name not in ("pixel_values", "image_grid_thw")}
     refuse("no pixels behind the token", routed, trace, blind)
-    refuse("recorded with none", routed, recorded(routed, blind), batch)
+    refuse("recorded with none", routed, recorded(routed, blind)[0], batch)
     with routed.replay(trace.without_streams(PIXELS)):
         outputs(model, blind)
     rows = routed.rows(trace)

@@ -1,13 +1,13 @@
-"""What training puts around a model: adapters, noise, dense layers, other heads.
+"""What training puts around a model: adapters, selective checkpoints, half precision, a Trainer.
 
-The oracle is the same thing without replay: under the routes that it takes by itself, replay changes no bit of loss or
-gradients. Under other routes, the experts are seen to get exactly those.
+Own routes change no bit of loss or gradients against the same without replay; of others, experts get exactly those.
 """
 
 import collections
 import itertools
 from contextlib import nullcontext
 from dataclasses import replace
+from functools import partial
 
 import numpy as np
 import pytest
@@ -16,7 +16,6 @@ from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint
 
 from foreroute.adapters import hf
 from foreroute.testing.models import tiny
-from tests.adapters.hf import model_runs
 from tests.adapters.hf.family_checks import require_bit_equal
 from tests.adapters.hf.model_runs import (
     batch_of,
@@ -28,53 +27,45 @@ from tests.adapters.hf.model_runs import (
     log_probs,
     loss_of,
     random_routes,
+    with_lora,
 )
 from tests.replay.session_subject import same
 from tests.tiers import grid
 
 BATCH = batch_of(9, 6, 4)
 aten = torch.ops.aten
-KEPT = BATCH["attention_mask"].bool().reshape(-1)
 
 
-def with_lora(**options):
-    return model_runs.with_lora(tiny("qwen3_moe"), **options)
-
-
-def with_lora_on_experts_and_routers():
-    return with_lora(target_parameters=["experts.gate_up_proj", "experts.down_proj", "gate.weight"])
-
-
-def ready(model, use_reentrant):
-    if use_reentrant is not None:
-        base = model.get_base_model() if hasattr(model, "get_base_model") else model
-        base.enable_input_require_grads()
-        enable_checkpointing(base, use_reentrant)
+def adapted(use_reentrant, **options):
+    model = with_lora(tiny("qwen3_moe"), **options)
+    model.get_base_model().enable_input_require_grads()
+    enable_checkpointing(model.get_base_model(), use_reentrant)
     return model.train()
 
 
-def seeded_loss(model):
-    torch.manual_seed(7)
-    return loss_of(model, BATCH).float()
-
-
 @pytest.mark.shows("Hugging Face", "PEFT's LoRA, on experts and routers too")
-@grid(("form", "use_reentrant"), [(with_lora, True), (with_lora_on_experts_and_routers, False)], quick=1)
-def test_own_routes_change_no_bit_and_experts_get_others_also_in_recomputation(form, use_reentrant):
-    untouched, model = ready(form(), use_reentrant), ready(form(), use_reentrant)
-    routed = hf.attach(model)
-    session = require_bit_equal(untouched, model, routed, seeded_loss, telemetry=True)
+@grid(
+    ("options", "use_reentrant"),
+    [({}, True), ({"target_parameters": ["experts.gate_up_proj", "experts.down_proj", "gate.weight"]}, False)],
+    quick=1,
+    ids=["attention", "experts and routers"],
+)
+def test_own_routes_change_no_bit_and_experts_get_others_also_in_recomputation(options, use_reentrant):
+    untouched, model = adapted(use_reentrant, **options), adapted(use_reentrant, **options)
+    routed, loss_of_batch = hf.attach(model), partial(loss_of, batch=BATCH)
+    session = require_bit_equal(untouched, model, routed, loss_of_batch, telemetry=True)
     assert session.agreement().differing_tokens_share == 0
     trace = random_routes(routed.spec, BATCH)
     with experts_log(model) as log:
         with routed.replay(trace):
-            loss = seeded_loss(model)
+            loss = loss_of(model, BATCH)
         loss.backward()
     layers = {path: layer for layer, path in enumerate(sorted({path for path, _ in log}))}
     assert len(layers) == routed.spec.num_layers
     assert len(log) == 2 * len(layers)
+    real_R = BATCH["attention_mask"].bool().reshape(-1)
     for path, ids in log:
-        assert np.array_equal(ids[KEPT].numpy(), trace.expert_ids_NLK[:, layers[path]])
+        assert np.array_equal(ids[real_R].numpy(), trace.expert_ids_NLK[:, layers[path]])
 
 
 def second_products():
@@ -100,10 +91,10 @@ SELECTIVE = {
 def test_selective_checkpoints_repeat_what_the_forward_ran(family, kept):
     """Rows without a route among those with one. The oracle is the same without checkpoints."""
     seen = []
-    for context_fn in (None, SELECTIVE[kept]):
+    for is_checkpointed in (False, True):
         model = tiny(family).train()
-        if context_fn is not None:
-            checkpointed_by_library(model, {"use_reentrant": False, "context_fn": context_fn})
+        if is_checkpointed:
+            checkpointed_by_library(model, {"use_reentrant": False, "context_fn": SELECTIVE[kept]})
         routed = hf.attach(model)
         trace = random_routes(routed.spec, BATCH)
         trace = replace(trace, valid_N=trace.valid_N & (np.arange(trace.num_rows) % 3 > 0))
@@ -136,23 +127,12 @@ def trained(tmp_path, model, routes, **options):
 
     class Replaying(Trainer):
         def compute_loss(self, model, inputs, **kwargs):
-            numbers = inputs.pop("number").tolist()
-            with routes(numbers, inputs):
+            with routes(inputs.pop("number").tolist(), inputs):
                 return super().compute_loss(model, inputs, **kwargs)
 
-    arguments = TrainingArguments(
-        tmp_path,
-        per_device_train_batch_size=2,
-        gradient_accumulation_steps=4,
-        max_steps=2,
-        learning_rate=0.1,
-        optim="sgd",
-        remove_unused_columns=False,
-        report_to=[],
-        save_strategy="no",
-        use_cpu=True,
-        **options,
-    )
+    options |= {"per_device_train_batch_size": 2, "gradient_accumulation_steps": 4, "max_steps": 2, "use_cpu": True}
+    options |= {"learning_rate": 0.1, "optim": "sgd", "remove_unused_columns": False, "save_strategy": "no"}
+    arguments = TrainingArguments(tmp_path, report_to=[], **options)
     rows = [
         {"input_ids": ids, "labels": ids, "attention_mask": torch.ones_like(ids), "number": number}
         for number, ids in enumerate(ACCUMULATED["input_ids"])

@@ -1,7 +1,4 @@
-"""The layers that a configuration has on tensors without values are those that the attached model with weights has.
-
-`test_every_family` asks it of every family as it comes.
-"""
+"""The layers that a configuration tells, on tensors without values, are those of the model with weights."""
 
 import json
 
@@ -14,7 +11,7 @@ from tests.adapters.hf.families import SIZES, SPARSE, build
 from tests.adapters.hf.family_checks import attached, require_told, written
 from tests.tiers import grid
 
-OTHERWISE = [
+OTHERWISE = [  # one for each way in which configurations name dense layers
     ("qwen3_moe", {"decoder_sparse_step": 2, "mlp_only_layers": [1], "num_hidden_layers": 6}),
     ("jamba", {"expert_layer_period": 3, "expert_layer_offset": 0, "num_hidden_layers": 5}),
     ("llama4", {"interleave_moe_layer_step": 2, "num_hidden_layers": 5}),
@@ -23,17 +20,10 @@ OTHERWISE = [
     ("step3p7", {"mlp_layer_types": None, "moe_layers_enum": "0,2"}),
     ("deepseek_v4", {"mlp_layer_types": None, "num_hash_layers": 2}),
 ]
-"""One for each way in which configurations name dense layers."""
+CHOOSING = [(name, SPARSE[name]) for name in ("deepseek_v4", "glm5_next", "minimax_m3_vl")]
 
 
-@grid(
-    ("name", "fields"),
-    [
-        *OTHERWISE,
-        *((name, SPARSE[name]) for name in ("deepseek_v4", "glm5_next", "minimax_m3_vl")),
-    ],
-    quick=1,
-)
+@grid(("name", "fields"), OTHERWISE + CHOOSING, quick=1)
 def test_other_layers_than_those_of_the_default_are_seen(name, fields, tmp_path):
     """Dense ones in other places, and layers with indexers."""
     model, routed = attached(name, **fields)
@@ -49,10 +39,8 @@ def test_a_folder_says_all_that_decoding_needs(tmp_path):
     assert (served.vocabulary_size, served.max_positions) == (50, 64)
 
 
-DECODER = {
-    name: SIZES[name]
-    for name in ("vocab_size", "hidden_size", "num_hidden_layers", "num_experts", "num_experts_per_tok")
-} | {"moe_intermediate_size": 24, "layer_types": ["full_attention"] * 3, "head_dim": 16}
+READ = ("vocab_size", "hidden_size", "num_hidden_layers", "num_experts", "num_experts_per_tok", "moe_intermediate_size")
+DECODER = {name: SIZES[name] for name in READ} | {"layer_types": ["full_attention"] * 3, "head_dim": 16}
 
 
 def flat(model_type="qwen3_5_moe"):
@@ -65,7 +53,7 @@ def within(top, **text):
     return {"model_type": "qwen3_5_moe", "text_config": text} | top
 
 
-@pytest.mark.parametrize(
+@grid(
     "values",
     [
         flat("qwen3_5_moe_text"),
@@ -74,6 +62,7 @@ def within(top, **text):
         within({"hidden_size": 4096, "eos_token_id": 7}, **DECODER),
         {"thinker_config": {"text_config": DECODER}, "model_type": "qwen3_omni_moe"},
     ],
+    quick=2,
 )
 def test_sizes_where_transformers_reads_them_are_read(values, tmp_path):
     spec = spec_of(values, tmp_path)
@@ -81,8 +70,7 @@ def test_sizes_where_transformers_reads_them_are_read(values, tmp_path):
 
 
 @pytest.mark.parametrize(
-    "values",
-    [flat(), within(flat()), within({"num_experts": 8}, num_hidden_layers=3), flat("llama4")],
+    "values", [flat(), within(flat()), within({"num_experts": 8}, num_hidden_layers=3), flat("llama4")]
 )
 def test_sizes_that_transformers_does_not_read_are_refused(values, tmp_path):
     with pytest.raises(ConfigError, match=r"has \w+ = \d+ beside text_config, .* takes .* set model_type to \w+_text"):

@@ -1,7 +1,7 @@
 """nemo-automodel's `RouterReplay` on its Qwen3-MoE: one handle in each gate, all of them in one list of the process."""
 
 import copy
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from functools import partial
 
 import torch
@@ -18,14 +18,8 @@ from foreroute.conformance import Fault, Seen, Unsupported
 from foreroute.conformance.torch_model import TorchModel, TorchStep, padded, raise_once
 from tests.conformance.peers.ids_alone import IdsAlone
 
-SIZES = {
-    "vocab_size": 32,
-    "hidden_size": 32,
-    "intermediate_size": 32,
-    "moe_intermediate_size": 16,
-    "num_hidden_layers": 3,
-}
-HEADS = {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8}
+SIZES = {"vocab_size": 32, "hidden_size": 32, "intermediate_size": 32, "moe_intermediate_size": 16}
+HEADS = {"num_hidden_layers": 3, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8}
 EXPERTS = {"num_experts": 8, "num_experts_per_tok": 2, "norm_topk_prob": True, "router_aux_loss_coef": 0.0}
 PLAIN = {"attn": "sdpa", "linear": "torch", "rms_norm": "torch", "experts": "torch", "dispatcher": "torch"}
 
@@ -106,21 +100,18 @@ class AutomodelModel(TorchModel):
         input_ids, real_BT = padded(batch)
         given = []
         note = lambda _, args: given.append([args[3].detach().clone(), args[2].detach().float().clone()])  # noqa: E731
-        experts = [module for module in self.model.modules() if isinstance(module, GroupedExperts)]
-        handles = [module.register_forward_pre_hook(note) for module in experts]
         ahead = torch.ones(batch.width, batch.width, dtype=torch.bool).triu(1)
         unseen = (ahead | ~real_BT[:, None, :]) & ~torch.eye(batch.width, dtype=torch.bool)
-        try:
-            with torch.set_grad_enabled(grad):
-                positions = (real_BT.long().cumsum(1) - 1).clamp(min=0)
-                output = self.model(
-                    input_ids, position_ids=positions, attention_mask=~unseen[:, None], padding_mask=~real_BT
-                )
-        finally:
-            for handle in handles:
-                handle.remove()
-        logits = getattr(output, "logits", output)
-        with torch.set_grad_enabled(grad):
+        positions = (real_BT.long().cumsum(1) - 1).clamp(min=0)
+        with ExitStack() as stack:
+            for module in self.model.modules():
+                if isinstance(module, GroupedExperts):
+                    stack.enter_context(module.register_forward_pre_hook(note))
+            stack.enter_context(torch.set_grad_enabled(grad))
+            output = self.model(
+                input_ids, position_ids=positions, attention_mask=~unseen[:, None], padding_mask=~real_BT
+            )
+            logits = getattr(output, "logits", output)
             wanted = real_BT[:, 1:] & real_BT[:, :-1]
             logprobs_R = logits[:, :-1].log_softmax(-1).gather(-1, input_ids[:, 1:, None])[..., 0][wanted]
             loss = -logprobs_R.mean()

@@ -1,6 +1,5 @@
 """What the adapters share: a replay that is handed ids for each layer, and neither tokens nor weights."""
 
-from abc import abstractmethod
 from contextlib import contextmanager
 from types import SimpleNamespace
 
@@ -16,15 +15,16 @@ from foreroute.testing.models import FAMILIES
 
 
 class IdsAlone(AdapterUnderTest):
-    """A peer: subclasses build its model and drive its replay.
+    """A peer. Subclasses build its model and drive its replay:
 
-    Attributes:
-        fill: what a row without a route holds, as the peer's own code has it; None where it has no word for that.
-        sequence_first: rows are token after token, and of each token sequence after sequence.
+    - `model(case)`: a new one with a probe, which the peer has not touched; `spec(model)`: its experts, picks, layers.
+    - `enable(model)`: switch the replay on; `arm(model, ids)`: hand ids over for the next forward, a list of int64
+      [rows, K], one for each layer; `close(model)`: what the project does when the replay ends, also by an exception.
+    - `recording(model)`: a context that records forwards; `recorded(model)`: integers [rows, K], one for each layer.
     """
 
-    fill = None
-    sequence_first = False
+    fill = None  # what a row without a route holds, as the peer's own code has it; None where it has no word for that
+    sequence_first = False  # rows are token after token, and of each token sequence after sequence
 
     def build(self, case):
         if case.selective:
@@ -32,9 +32,8 @@ class IdsAlone(AdapterUnderTest):
             try:
                 self.model(case).forward(batch).backward()
             except RuntimeError as error:
-                raise Unsupported(
-                    f"its model does not train under such a checkpoint without replay either: {error}"
-                ) from error
+                said = f"its model does not train under such a checkpoint without replay either: {error}"
+                raise Unsupported(said) from error
         return Driven(self, case)
 
     def attach(self, model):
@@ -45,44 +44,15 @@ class IdsAlone(AdapterUnderTest):
     def ingest(self, spec, token_ids, expert_ids):
         """The ids as they are: the peer is asked about them, and not a trace of ours."""
         lengths = np.array([len(tokens) for tokens in token_ids])
-        offsets = np.concatenate([[0], lengths.cumsum()])
+        offsets = np.append(0, lengths.cumsum())
         ids = np.concatenate(expert_ids)
         return SimpleNamespace(lengths=lengths, offsets=offsets, expert_ids_NLK=ids, valid_N=np.ones(len(ids), bool))
-
-    @abstractmethod
-    def model(self, case):
-        """A new model with a probe, which the peer has not touched."""
-
-    def enable(self, model):
-        """Switch the peer's replay on for this model."""
-
-    @abstractmethod
-    def spec(self, model):
-        """Experts, picks and layers of a model."""
-
-    @abstractmethod
-    def arm(self, model, ids):
-        """Hand ids over for the next forward: a list of int64 [rows, K], one for each layer."""
 
     def after_forward(self, model, grad):
         """What the project does behind a forward under replay or recording."""
 
     def backward(self, model, step):
-        """The project's backward."""
         step.backward()
-
-    @abstractmethod
-    def close(self, model):
-        """What the project does when the replay ends, also by an exception."""
-
-    @abstractmethod
-    @contextmanager
-    def recording(self, model):
-        """Record forwards."""
-
-    @abstractmethod
-    def recorded(self, model):
-        """A list of integers [rows, K], one for each layer."""
 
 
 class OfTransformers(IdsAlone):

@@ -10,12 +10,7 @@ from tests.conformance.peers.ids_alone import IdsAlone
 
 
 class Peer(IdsAlone):
-    """With full recomputation; its list is emptied when no backward is to come.
-
-    Args:
-        build_model: as of `MegatronUnderTest`.
-        vocabulary: of the model.
-    """
+    """With full recomputation; its list is emptied when no backward is to come."""
 
     name = "megatron-core"
     picks_in_order = False

@@ -25,10 +25,10 @@ def scores_of(adapter):
 class Small(CheckContext):
     """The context of a check whose batches are cut, and whose needs are met."""
 
-    def cut(self, sequences, tokens):
-        self.sizes = sequences, tokens
+    def __init__(self, adapter, *sizes):
+        super().__init__(adapter)
+        self.sizes = sizes
         self.results = {check.id: CheckResult(check, Outcome.PASSED) for check in ALL_CHECKS}
-        return self
 
     def batch(self, *lengths, **given):
         whole, (sequences, tokens) = super().batch(*lengths, **given), self.sizes
@@ -40,7 +40,7 @@ def smallest(adapter, check, reason):
     sizes = sorted(np.ndindex(4, 13), key=lambda size: (size[0] * size[1], size[0]))
     for sequences, tokens in sizes:
         if sequences and tokens:
-            context = Small(adapter).cut(sequences, tokens)
+            context = Small(adapter, sequences, tokens)
             del context.results[check.id]
             try:
                 again = run_check(check, context)

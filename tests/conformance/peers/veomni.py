@@ -1,7 +1,4 @@
-"""veomni's hook for replay on its Qwen3-MoE, under verl's controller, which is driven as verl's engine does.
-
-Batches are padded here, and packed there: their rows without a route are zeros in both.
-"""
+"""veomni's hook for replay on its Qwen3-MoE, under verl's controller, driven as by verl's engine, on padded batches."""
 
 import importlib.util
 from contextlib import contextmanager
