@@ -23,6 +23,7 @@ from tests.engines.sglang import test_sglang as of_sglang
 from tests.engines.small_policy import END, policy, seeded
 from tests.engines.vllm import test_engine as of_vllm
 from tests.tiers import grid
+from tests.traces import sets_of
 
 PROMPTS = [of_vllm.PROMPT, of_vllm.PROMPT[::-1].copy()]
 SAMPLED = Sampling(max_new_tokens=5, end_token=END, temperature=0.8)
@@ -133,10 +134,9 @@ def test_each_request_is_answered_in_order_under_the_weights_that_were_loaded_la
 def test_sets_come_where_tokens_are_left_out(engine, routed):
     engine.load_weights(routed.model.state_dict(), 3)
     got = engine.generate(PROMPTS[:1], replace(SAMPLED, top_p=0.9), seeded())
-    masks = got.trace.streams[SAMPLING]
-    assert np.flatnonzero(masks.valid_N).tolist() == [*range(7, 7 + got.response_lengths[0])]
-    sets = [masks.ids[masks.offsets[row] : masks.offsets[row + 1]].tolist() for row in np.flatnonzero(masks.valid_N)]
-    assert all(token in ids for token, ids in zip(got.response(0).tolist(), sets, strict=True))
+    sets = sets_of(got.trace.streams[SAMPLING])
+    assert [row for row, each in enumerate(sets) if each] == [*range(7, 7 + got.response_lengths[0])]
+    assert all(token in ids for token, (ids,) in zip(got.response(0).tolist(), sets[7:-1], strict=True))
     assert not engine.generate(PROMPTS[:1], replace(SAMPLED, temperature=0), seeded()).trace.streams
 
 

@@ -18,6 +18,7 @@ from tests.adapters.hf.families import FAMILIES, SPARSE, build
 from tests.adapters.hf.model_runs import with_lora
 from tests.engines.small_policy import forward, require_routes, response_logprobs
 from tests.tiers import grid
+from tests.traces import sets_of
 
 END = 3
 PROMPTS = [np.array(p, np.int32) for p in ([5, 6, 7, 8], [9, 10], [11, 12, 13, 14], [15, 16])]
@@ -163,11 +164,10 @@ def test_masks_are_the_sets_that_tokens_were_drawn_from(kept):
         first, rows = int(generation.prompt_lengths[s]), np.arange(*trace.offsets[s : s + 2])
         own = masks.take(rows)
         assert own.valid_N.tolist() == [first - 1 <= p < len(tokens) - 1 for p in range(len(tokens))]
-        for p in np.flatnonzero(own.valid_N):
-            assert set(own.ids[own.offsets[p] : own.offsets[p + 1]].tolist()) == kept_by_hand(
-                logits[p].double(), **kept
-            )
-            masses.append(logits[p].softmax(-1)[own.ids[own.offsets[p] : own.offsets[p + 1]]].sum().item())
+        for p, sets in enumerate(sets_of(own)):
+            for ids in sets or ():
+                assert {*ids} == kept_by_hand(logits[p].double(), **kept)
+                masses.append(logits[p].softmax(-1)[ids].sum().item())
         predicting = np.flatnonzero(own.valid_N)
         logprobs.append(masked_logprobs_of_logits(logits[predicting], tokens[predicting + 1], own.take(predicting)))
     assert np.mean(masses) < 0.95

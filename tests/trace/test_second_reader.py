@@ -130,8 +130,7 @@ from hypothesis import given, settings  # noqa: E402
 from hypothesis import strategies as st  # noqa: E402
 
 from foreroute.trace.file import ENCODINGS, FORMAT, encode  # noqa: E402
-from tests.trace.test_streams import sets_of  # noqa: E402
-from tests.traces import mixed_trace, picks_of, random_trace, uneven_trace, with_decisions  # noqa: E402
+from tests.traces import mixed_trace, picks_of, random_trace, sets_of, uneven_trace, with_decisions  # noqa: E402
 
 
 @pytest.mark.parametrize("encoding", ENCODINGS)

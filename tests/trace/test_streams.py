@@ -10,14 +10,7 @@ from foreroute.errors import SpecMismatchError, TraceContentError
 from foreroute.testing.routes import synthetic_trace
 from foreroute.trace import SAMPLING, DecisionStream, IndexerSpec, extended
 from foreroute.trace.checks import as_offsets, join_ranges
-from tests.traces import picks_of, random_trace, spec_of, uneven_trace, with_decisions
-
-
-def sets_of(stream):
-    """The oracle's view: for each row None, or a list of ids for each layer."""
-    pieces = [piece.tolist() for piece in np.split(stream.ids, stream.offsets[1:-1])] if len(stream.offsets) > 1 else []
-    by_row = [pieces[n * stream.depth : (n + 1) * stream.depth] for n in range(stream.num_rows)]
-    return [sets if valid else None for sets, valid in zip(by_row, stream.valid_N, strict=True)]
+from tests.traces import picks_of, random_trace, sets_of, spec_of, uneven_trace, with_decisions
 
 
 def rows_of(trace):
@@ -142,24 +135,18 @@ def visible(spec, position):
 
 
 def choices_of(spec, lengths, rng):
-    """A stream by `IndexerSpec.stream`, and each set, where not all is seen, as a list of (head, unit)."""
+    """A stream by `IndexerSpec.stream`, and its sets by row and layer, empty where all is seen."""
     position_N = np.concatenate([np.arange(n) for n in lengths])
     layers, expected = [], []
     for _ in spec.layers:
-        sets = [
-            sorted(
-                (int(u), head) for head in range(spec.heads) for u in rng.permutation(visible(spec, p))[: spec.top_k]
-            )
-            for p in position_N
-        ]
-        ids = [[u * spec.heads + head for u, head in each] for each in sets]
-        layers.append(
-            (np.array([len(i) for i in ids], np.int64), np.array([i for each in ids for i in each], np.int32))
-        )
-        expected.append(
-            [each if len(visible(spec, p)) > spec.top_k else [] for each, p in zip(sets, position_N, strict=True)]
-        )
-    return spec.stream(position_N, layers), expected
+        sets, is_part = [], []
+        for p in position_N.tolist():
+            units = [rng.permutation(visible(spec, p))[: spec.top_k].tolist() for _ in range(spec.heads)]
+            sets.append(sorted(u * spec.heads + head for head, own in enumerate(units) for u in own))
+            is_part.append(len(visible(spec, p)) > spec.top_k)
+        layers.append((np.array([*map(len, sets)], np.int64), np.array([i for ids in sets for i in ids], np.int32)))
+        expected.append([ids if part else [] for ids, part in zip(sets, is_part, strict=True)])
+    return spec.stream(position_N, layers), [list(row) for row in zip(*expected, strict=True)]
 
 
 @settings(max_examples=30)
@@ -168,10 +155,7 @@ def test_a_stream_holds_what_was_chosen_and_nothing_where_all_was(seed, name):
     spec, rng = SPECS[name], np.random.default_rng(seed)
     lengths = rng.integers(0, 15, 3)
     stream, expected = choices_of(spec, lengths, rng)
-    for layer, sets in enumerate(expected):
-        for row, chosen in enumerate(sets):
-            start, stop = stream.offsets[row * 2 + layer : row * 2 + layer + 2]
-            assert [divmod(int(i), spec.heads) for i in stream.ids[start:stop]] == chosen
+    assert sets_of(stream) == expected
     spec.check(stream, as_offsets(lengths))
 
 
