@@ -1,4 +1,4 @@
-"""Choices as they travel: against the plain sets of a stream, and their bytes against the entropy bound."""
+"""Choices as they travel: against the plain sets of a stream and the entropy bound; ids of 16 bits."""
 
 from math import comb, log2
 
@@ -8,8 +8,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+import foreroute as fr
 from foreroute.errors import TraceContentError
-from foreroute.replay import coded_sets
+from foreroute.replay import Policy, TraceOnDevice, coded_sets
 from foreroute.replay.coded_sets import CodedChoices
 from foreroute.trace import IndexerSpec, RoutedLayer
 from tests.traces import drawn_choices
@@ -73,3 +74,15 @@ def test_choices_that_were_changed_behind_their_check_are_refused(heads, last):
     stream.ids[-1] = last(stream.ids)
     with pytest.raises(TraceContentError, match=r"decoder 4.*checked"):
         CodedChoices(spec, stream, position_N).encoded(1)
+
+
+def test_the_highest_experts_of_the_largest_models_are_replayed():
+    sizes, ids = [(40_000, 2), (65_535, 1)], [[[39_999, 1], [65_534, -1]], [[5, 32_768], [32_767, -1]]]
+    spec = fr.RoutingSpec.of_sizes([fr.RoutedLayer(0), fr.RoutedLayer(1)], sizes)
+    # the second sequence has no route
+    trace = fr.RoutingTrace.from_sequences(spec, [[1, 2], [3]], [ids, np.full((1, 2, 2), -1)])
+    rows = TraceOnDevice(trace, torch.device("cpu")).gather(
+        torch.tensor([0, 1, -1, 2]), Policy("native", "native", "native", telemetry=False)
+    )
+    assert rows.ids_LRK.transpose(0, 1).tolist() == [*ids, *[[[-1, -1]] * 2] * 2]
+    assert not rows.is_complete
