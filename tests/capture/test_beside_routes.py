@@ -163,17 +163,6 @@ def test_what_tools_said_between_turns_is_kept(tmp_path, generation):
     assert np.array_equal(both.response(0), np.delete(both.response(1), 1))
 
 
-def put(place, value):
-    """A change of one entry."""
-
-    def change(array):
-        changed = array.copy()
-        changed[place] = value
-        return changed
-
-    return change
-
-
 NO_LOGPROBS = r"floats \[\d+\].*sampled"
 REFUSED = [
     ("trace", lambda trace: None, r"trace.*RoutingTrace"),
@@ -181,11 +170,11 @@ REFUSED = [
         ("prompt_lengths", lambda each, n=n: [n] * len(each), "a prompt and a response of at least")
         for n in (1.5, True, 0, 2**63 - 1, None, [2, 3], 10**6)
     ),
-    ("logprobs_R", put(1, np.nan), "hold nan for sampled token 1"),
-    ("logprobs_R", put(1, 2e-3), "hold 0.002.* for sampled token 1"),
+    ("logprobs_R", lambda each: np.where(each == -1, np.nan, each), "hold nan for sampled token 1"),
+    ("logprobs_R", lambda each: np.where(each == -1, 2e-3, each), "hold 0.002.* for sampled token 1"),
     *(("logprobs_R", make, NO_LOGPROBS) for make in (list, lambda each: each.astype(complex), lambda each: each[1:])),
-    ("sampled_N", put(0, True), "token 0 of sequence 0, .* said to be sampled"),
-    ("sampled_N", put(-1, False), "not said to be sampled"),
+    ("sampled_N", lambda each: each | True, "token 0 of sequence 0, .* said to be sampled"),
+    ("sampled_N", lambda each: each & False, "not said to be sampled"),
     ("sampled_N", lambda each: each.astype(np.int8), "numpy, bool"),
     *(("sampled_N", lambda each, value=value: value, "sampled tokens") for value in ("x", [[True], [True, True]])),
 ]

@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 
 from foreroute.adapters.checkpoint import ServedModel
-from foreroute.capture import Sampling, decode
+from foreroute.capture import decode
 from foreroute.engines import sglang, vllm
 from foreroute.engines.base import Request
 from foreroute.engines.embedded import EmbeddedEngine
@@ -25,13 +25,12 @@ from foreroute.train import parse_config
 from foreroute.train.policy import make_engine
 from tests.engines.recorded_answers import assert_routes, payload, serving
 from tests.engines.sglang import test_sglang as of_sglang
-from tests.engines.small_policy import END, SIZES, policy, seeded
+from tests.engines.small_policy import END, SAMPLED, SIZES, policy, seeded
 from tests.engines.vllm import test_engine as of_vllm
 from tests.tiers import grid
 from tests.traces import sets_of
 
 PROMPTS = [of_vllm.PROMPT, of_vllm.PROMPT[::-1].copy()]
-SAMPLED = Sampling(max_new_tokens=5, end_token=END, temperature=0.8)
 MASKED = of_vllm.SETTINGS | {"model_config": of_vllm.SETTINGS["model_config"] | {"return_sampling_mask": True}}
 
 
@@ -281,14 +280,13 @@ def recorded(engine):
     """A recorded answer with its request, and what reads both."""
     record = payload(DATA / engine / "data" / "generate.json")
     served = ServedModel(record["spec"], None, 64)
-    sampling = Sampling(max_new_tokens=5, end_token=END, temperature=0.8)
     if engine == "vllm":
         answer, prompt = record["response"] | {"request_id": "r"}, record["request"]["token_ids"]
         answer["prompt_token_ids"] = prompt
     else:
         answer, prompt = record["response"], record["request"]["input_ids"]
         answer["meta_info"] |= {"id": "r", "weight_versions": [{"version": "default", "start": 0, "end": 5}]}
-    request = Request("r", np.array(prompt, np.int32), sampling, 0)
+    request = Request("r", np.array(prompt, np.int32), SAMPLED, 0)
 
     def read(value):
         found = Answer(value, "the answer")

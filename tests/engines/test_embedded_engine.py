@@ -16,11 +16,10 @@ from foreroute.testing.models import tiny
 from foreroute.trace import SAMPLING
 from tests.adapters.hf.families import FAMILIES, SPARSE, build
 from tests.adapters.hf.model_runs import with_lora
-from tests.engines.small_policy import forward, require_routes, response_logprobs
+from tests.engines.small_policy import END, forward, require_routes, response_logprobs
 from tests.tiers import grid
 from tests.traces import sets_of
 
-END = 3
 PROMPTS = [np.array(p, np.int32) for p in ([5, 6, 7, 8], [9, 10], [11, 12, 13, 14], [15, 16])]
 
 

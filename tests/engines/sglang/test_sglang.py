@@ -9,16 +9,13 @@ import numpy as np
 import pytest
 
 from foreroute.adapters.checkpoint import ServedModel
-from foreroute.capture import Sampling
 from foreroute.engines import sglang
 from foreroute.errors import CaptureError, EngineError
 from foreroute.trace import SAMPLING, IndexerSpec, RoutedLayer
 from tests.engines.recorded_answers import assert_routes, payload, serving
-from tests.engines.small_policy import END, policy, seeded
-from tests.tiers import grid
+from tests.engines.small_policy import END, SAMPLED, policy, seeded
 
 DATA = Path(__file__).parent / "data"
-SAMPLED = Sampling(max_new_tokens=5, end_token=END, temperature=0.8)
 PROMPT = np.array(payload(DATA / "generate.json")["request"]["input_ids"], np.int32)
 
 
@@ -109,10 +106,8 @@ def test_choices_of_indexers_are_asked_for_where_the_server_returns_them(tmp_pat
     """By the source of SGLang: int32 [tokens - 1, layers, top-k], and -1 behind the last."""
     record = payload(DATA / "generate.json")
     rows = len(record["tokens"][0]) - 1
-    served = ServedModel.of(policy())
-    assert served.indexers is None
     indexers = IndexerSpec(2, (RoutedLayer(0), RoutedLayer(2)))
-    served = replace(served, indexers=indexers)
+    served = replace(ServedModel.of(policy()), indexers=indexers)
     chosen = np.full((rows, 3, 2), -1, np.int32)
     chosen[0, :, 0], chosen[1:] = 0, [0, 1]
     answer = record["response"]
@@ -136,7 +131,7 @@ def test_choices_of_indexers_are_asked_for_where_the_server_returns_them(tmp_pat
         assert stream.layers == indexers.layers
 
 
-@grid(
+@pytest.mark.parametrize(
     ("changes", "said"),
     [
         ({"/server_info": {"enable_return_routed_experts": False, "version": "0.5.23"}}, "--enable-return-routed-exp"),
@@ -145,7 +140,6 @@ def test_choices_of_indexers_are_asked_for_where_the_server_returns_them(tmp_pat
         ({"/update_weights_from_disk": {"success": False, "message": "no file"}}, "did not take the weights: no file"),
         ({"/generate": [{"output_ids": [1]}]}, "lacks or garbles"),
     ],
-    quick=4,
 )
 def test_what_the_server_fails_at_is_reported(tmp_path, changes, said):
     with serving(Server(**changes)) as server, pytest.raises(EngineError, match=said):

@@ -1,6 +1,7 @@
 """The engine on a server of the user's: answers recorded from a real one, and everything else that may come."""
 
 import copy
+from dataclasses import replace
 from itertools import chain
 from pathlib import Path
 
@@ -8,7 +9,6 @@ import numpy as np
 import pytest
 
 from foreroute.adapters.checkpoint import ServedModel
-from foreroute.capture import Sampling
 from foreroute.engines import vllm
 from foreroute.engines.http import Answer
 from foreroute.engines.vllm import missing_settings
@@ -16,7 +16,7 @@ from foreroute.engines.vllm_server import EXTENSION
 from foreroute.errors import CaptureError, ConfigError, EngineError
 from foreroute.trace import SAMPLING
 from tests.engines.recorded_answers import assert_routes, payload, serving
-from tests.engines.small_policy import END, seeded
+from tests.engines.small_policy import END, SAMPLED, seeded
 from tests.tiers import grid
 
 DATA = Path(__file__).parent / "data"
@@ -29,7 +29,6 @@ SETTINGS = {
     "scheduler_config": {"enable_chunked_prefill": False},
     "kv_transfer_config": {},
 }
-SAMPLED = Sampling(max_new_tokens=5, end_token=END, temperature=0.8)
 PROMPT = np.array(payload(DATA / "generate.json")["request"]["token_ids"], np.int32)
 
 
@@ -129,7 +128,7 @@ def test_spans_of_weights_become_those_of_the_trace(routed, tmp_path):
 
 def test_cuts_ask_for_masks_and_every_request_of_such_a_server_has_a_bound(routed, tmp_path):
     info = {"vllm_config": SETTINGS | {"model_config": SETTINGS["model_config"] | {"return_sampling_mask": True}}}
-    sampling = Sampling(max_new_tokens=5, end_token=END, temperature=0.8, top_p=0.9)
+    sampling = replace(SAMPLED, top_p=0.9)
     with serving(answers := Server("generate_masks", **{INFO: info})) as server:
         engine = engine_at(server, routed, tmp_path)
         got = engine.generate([PROMPT], sampling, seeded())
@@ -138,7 +137,7 @@ def test_cuts_ask_for_masks_and_every_request_of_such_a_server_has_a_bound(route
         masks = got.trace.streams[SAMPLING]
         assert np.flatnonzero(masks.valid_N).tolist() == [7, 8, 9, 10, 11]
         assert masks.ids.tolist() == [*chain(*choice["sampling_mask"])]
-        engine.generate([PROMPT], Sampling(max_new_tokens=5, end_token=END, temperature=0), seeded())
+        engine.generate([PROMPT], replace(SAMPLED, temperature=0), seeded())
         asked = [body["sampling_params"] for path, body in server.asked if path == GENERATE]
         cuts = [{name: each[name] for name in ("temperature", "top_k", "top_p", "min_p")} for each in asked]
         assert cuts[0] == {"temperature": 0.8, "top_k": 64, "top_p": 0.9, "min_p": 0.0}
