@@ -41,25 +41,8 @@ def random_sets(rng, num_rows, num_choices, *, layers=()):
     depth, most = max(1, len(layers)), min(num_choices, 9)
     valid = rng.random(num_rows) < 0.7
     counts = rng.integers(0, most + 1, (num_rows, depth)) * valid[:, None]
-    ids = [rng.choice(num_choices, n, replace=False) for n in counts.reshape(-1)]
-    return DecisionStream.from_sets(
-        num_choices, valid, counts, np.concatenate([*ids, [0][:0]]).astype(int), layers=layers
-    )
-
-
-def similar_sets(rng, num_rows, num_choices, *, layers):
-    """A stream whose sets are like those of the row before: one id of nine is another, and sometimes none."""
-    now, sets = [set(rng.integers(0, num_choices, 9).tolist()) for _ in layers], []
-    valid, is_set = rng.random((2, num_rows, 1)) < 0.8
-    for row in range(num_rows):
-        for each in now:
-            if rng.random() < 0.8:
-                each.remove(sorted(each)[int(rng.integers(len(each)))])
-                each.add(int(rng.integers(0, num_choices)))
-        sets += [sorted(each) if valid[row] and is_set[row] else [] for each in now]
-    counts = np.array([len(each) for each in sets]).reshape(num_rows, len(layers))
-    ids = [i for each in sets for i in each]
-    return DecisionStream.from_sets(num_choices, valid[:, 0], counts, ids, layers=layers)
+    ids = [[0][:0], *(rng.choice(num_choices, n, replace=False) for n in counts.reshape(-1))]
+    return DecisionStream.from_sets(num_choices, valid, counts, np.concatenate(ids).astype(int), layers=layers)
 
 
 def with_decisions(trace, seed):
@@ -67,7 +50,7 @@ def with_decisions(trace, seed):
     rng = np.random.default_rng(seed)
     masks, indexers = random_sets(rng, trace.num_rows, 300), (RoutedLayer(0), RoutedLayer(5))
     trace = trace.with_stream("sampling", masks)
-    return trace.with_stream("indexer", similar_sets(rng, trace.num_rows, 2**31 - 1, layers=indexers))
+    return trace.with_stream("indexer", random_sets(rng, trace.num_rows, 2**31 - 1, layers=indexers))
 
 
 def drawn_choices(spec, position_N, rng, present=1.0):

@@ -65,12 +65,12 @@ REFUSED = {
     "mask of another": (
         skycap,
         {"masks": True, "change_arrays": put(199, *MASK, 0)},
-        "was sampled and is not in its m",
+        "was sampled and is not in its",
     ),
     "a mask less": (
         skycap,
         {"masks": True, "change": put(2, "nodes", 2, "tokens", "mask_rows")},
-        "2 sampling masks.*3",
+        "2 sampling mask.*3",
     ),
     "no vocabulary": (skycap, {"masks": True, "vocabulary_size": None}, "pass vocabulary_size="),
     "weights": (skycap, {"weight_version": lambda call: "3"}, "weight version"),

@@ -30,15 +30,14 @@ def in_process(steps):
 
 STEPS = [{token: SimpleNamespace(logprob=value), 0: SimpleNamespace(logprob=-9.0)} for value, token, _ in PAIRS]
 CONTENT = [{"token": "x", "logprob": value} for value in LOGPROBS]
+ON_SETS = {"output_token_sampling_logprobs": LOGPROBS}
 FORMS = {
     "completions": completion(token_logprobs=LOGPROBS, tokens=["a", "b", "c"]),
     "chat": completion(content=CONTENT),
     "text": json.dumps(completion(content=CONTENT)),
     "in process": in_process(STEPS),
     "sglang": wires.sglang_answer(R, output_token_logprobs=PAIRS),
-    "sglang, truncated": wires.sglang_answer(
-        R, output_token_logprobs=[[-7.0, None]] * 3, output_token_sampling_logprobs=LOGPROBS
-    ),
+    "sglang, truncated": wires.sglang_answer(R, output_token_logprobs=[[-7.0, None]] * 3, **ON_SETS),
 }
 
 

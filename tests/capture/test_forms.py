@@ -113,9 +113,8 @@ def test_an_aborted_choice_that_has_rows_is_read():
     text = wires.npy_text(SHORT.all_layers()[:3].astype(np.uint8))
     answer = wires.vllm_answer(SHORT, finish_reason="abort", token_ids=[], routed_experts=text)
     trace = decode(answer, model=SHORT.spec)
-    assert trace.equals(
-        known(SHORT).truncated([3]).continued_by(fr.RoutingTrace.unrouted(SHORT.spec, [SHORT.prompt[3:]]))
-    )
+    last = fr.RoutingTrace.unrouted(SHORT.spec, [SHORT.prompt[3:]])
+    assert trace.equals(known(SHORT).truncated([3]).continued_by(last))
 
 
 def split(r, write, **changes):
@@ -139,9 +138,7 @@ def test_routes_of_prompt_and_output_in_two_fields_are_joined(write):
     assert both.equals(fr.concatenate([known(SHORT), known(OTHER)]))
     moved = split(SHORT, write)
     moved["choices"][0]["prompt_routed_experts"] = moved.pop("prompt_routed_experts")
-    assert decode(moved, model=SHORT.spec).equals(known(SHORT)), (
-        "a proxy may put it into the choice, where vLLM does not"
-    )
+    assert decode(moved, model=SHORT.spec).equals(known(SHORT)), "a proxy may put it there, and vLLM does not"
 
 
 def test_fields_that_do_not_join_are_refused():

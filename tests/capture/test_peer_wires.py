@@ -105,10 +105,8 @@ def packed(rollouts, padding=0):
     rows.append(np.zeros((padding, *rows[0].shape[1:]), np.int64))
     tokens = [*(r.tokens for r in rollouts), [0] * padding]
     positions = [np.arange(len(each)) for each in tokens]
-    fields = {"routed_experts": np.concatenate(rows), "input_ids": np.concatenate(tokens).astype(int)}
-    return {
-        name: torch.from_numpy(v)[None] for name, v in (fields | {"position_ids": np.concatenate(positions)}).items()
-    }
+    parts = {"routed_experts": rows, "input_ids": tokens, "position_ids": positions}
+    return {name: torch.from_numpy(np.concatenate(each).astype(int))[None] for name, each in parts.items()}
 
 
 def test_a_packed_batch_is_cut_by_its_positions():

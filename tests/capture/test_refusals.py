@@ -119,6 +119,7 @@ def choice(**changes):
 
 ABORTED = choice(finish_reason="abort", routed_experts=None, token_ids=[])
 ROWS = np.zeros((1, 2, 3), np.uint8)
+NO_MASKS = np.ones((1, 12)), np.full((1, 12), 2), np.arange(12)[None] != 4
 A_TABLE = "expected base64, the axes, and one of int8"
 NO_NPY = "expected version 1 with an integer array"
 DAMAGED = [
@@ -137,10 +138,7 @@ DAMAGED = [
     (np.zeros((2, 3, 4, 2), int), r"do not say what is padding: RoutingTrace.from_padded takes them"),
     ([raw(""), ROWS], "mix forms .array, sglang."),
     ({"routed_experts": ROWS[None], "input_ids": ROWS[0]}, "lacks position_ids"),
-    *(
-        (wires.verl([R]) | {"attention_mask": mask}, "attention_mask")
-        for mask in (np.ones((1, 12)), np.full((1, 12), 2), np.arange(12)[None] != 4)
-    ),
+    *((wires.verl([R]) | {"attention_mask": mask}, "attention_mask") for mask in NO_MASKS),
     # text and bytes
     *((raw(text), "not base64") for text in ("AAAA*AAA", "AAAAA", "AAAA\nAAAA")),
     *((wires.npy(ROWS.astype(dtype)), NO_NPY) for dtype in (np.float32, object, ">i4")),

@@ -91,7 +91,5 @@ def test_a_response_without_a_prompt_has_no_row_for_its_first_mask(others):
     """The row before its first token would be the last of another sequence."""
     bare = replace(R, prompt=[], response=R.tokens)
     answers = [vllm(R, sets_for(R.response))] * others + [vllm(bare, sets_for(bare.response))]
-    with pytest.raises(
-        CaptureError, match=f"sequence {others} has 12 sampling masks, 12 tokens and 12 of them.*a prompt of one"
-    ):
+    with pytest.raises(CaptureError, match=f"sequence {others} has 12 sampling masks, 12 .* 12 of them.*a prompt of"):
         decode(answers, **MODEL)

@@ -8,6 +8,7 @@ import copy
 import json
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -35,18 +36,13 @@ MASKED = of_vllm.SETTINGS | {"model_config": of_vllm.SETTINGS["model_config"] | 
 
 
 class VLLM:
-    """Its server, and how one answer of it says what it says."""
+    """Its client, its server, and how one answer of it says what it says."""
 
     client = vllm.VLLMEngine
-
-    def __init__(self):
-        self.server = of_vllm.Server("generate_masks", **{of_vllm.INFO: {"vllm_config": MASKED}})
-
-    def tell(self, lie):
-        self.server.lie = lie and (lambda answer: self._changed(answer, lie))
+    server = partial(of_vllm.Server, "generate_masks", **{of_vllm.INFO: {"vllm_config": MASKED}})
 
     @staticmethod
-    def _changed(answer, lie):
+    def changed(lie, answer):
         (choice,) = answer["choices"]
         steps = choice["logprobs"]["content"]
         said = {
@@ -65,16 +61,10 @@ class VLLM:
 
 
 class SGLang:
-    client = sglang.SGLangServerEngine
-
-    def __init__(self):
-        self.server = of_sglang.Server()
-
-    def tell(self, lie):
-        self.server.lie = lie and (lambda answer: self._changed(answer, lie))
+    client, server = sglang.SGLangServerEngine, of_sglang.Server
 
     @staticmethod
-    def _changed(answer, lie):
+    def changed(lie, answer):
         meta = answer["meta_info"]
         said = {
             "id": meta["id"],
@@ -106,9 +96,9 @@ def open_engine(name, routed, folder):
     if name == "embedded":
         yield EmbeddedEngine(routed.model, "float32"), None
         return
-    of_server = SERVED[name]()
-    with serving(of_server.server) as at:
-        yield of_server.client(ServedModel.of(routed), at.url, weights_folder=folder, timeout_s=5), of_server
+    server = SERVED[name].server()
+    with serving(server) as at:
+        yield SERVED[name].client(ServedModel.of(routed), at.url, weights_folder=folder, timeout_s=5), server
 
 
 @pytest.fixture(params=["embedded", *SERVED])
@@ -152,7 +142,7 @@ def test_nothing_to_go_on_from_is_refused(engine, prompts):
 
 @pytest.mark.parametrize("name", SERVED)
 def test_a_configuration_names_the_server(name, routed, tmp_path):
-    with serving(SERVED[name]().server) as at:
+    with serving(SERVED[name].server()) as at:
         place = {"url": at.url, "weights_folder": str(tmp_path / "weights"), "timeout_s": 5.0}
         values = {"name": "x", "rollout": {"engine": name, "server": place}}
         with make_engine(parse_config(values, source="this test"), routed) as engine:
@@ -210,16 +200,10 @@ LIES = {
     # of another request, prompt or sequence
     "an answer given twice": (of_the_first(), "answers the request"),
     "another id": (stated(id="x"), "answers the request 'x'"),
-    "another prompt": (
-        stated(prompt=[1, 2, 3]),
-        "tokenizer or template of its own|a prompt of 3 tokens, it was sent 8",
-    ),
+    "another prompt": (stated(prompt=[1, 2, 3]), "tokenizer or template|a prompt of 3 tokens, it was sent 8"),
     "log-probs of other tokens": (step(1, token=9), "token of each log-prob"),
     "a log-prob too few": (lambda said: said["steps"].pop(), "token of each log-prob"),
-    "other weights": (
-        stated(weights=[{"version": "2", "start": 0, "end": 5}]),
-        "version 2, the trainer loaded version 3",
-    ),
+    "other weights": (stated(weights=[{"version": "2", "start": 0, "end": 5}]), "version 2, .* loaded version 3"),
     # tokens and ends that cannot be
     "token 64": (sampled(1, 64), "sampled token 64, the policy knows those below 64"),
     "token -1": (sampled(1, -1), r"a list of integers|sampled token -1"),
@@ -236,21 +220,23 @@ LIES = {
 
 @pytest.fixture(scope="module", params=SERVED)
 def asked(request, routed, tmp_path_factory):
-    with open_engine(request.param, routed, tmp_path_factory.mktemp("weights")) as (engine, of_server):
+    with open_engine(request.param, routed, tmp_path_factory.mktemp("weights")) as (engine, server):
         engine.load_weights(routed.model.state_dict(), version=3)
-        yield of_server, lambda: engine.generate(PROMPTS, SAMPLED, seeded())
+
+        def ask(lie=lambda said: None):
+            server.lie = partial(SERVED[request.param].changed, lie)
+            return engine.generate(PROMPTS, SAMPLED, seeded())
+
+        yield ask
         engine.close()
 
 
 @grid("lie", LIES, quick=8)
 def test_an_answer_that_is_none_to_its_question_is_refused(asked, lie):
-    of_server, ask = asked
     told, said = LIES[lie]
-    of_server.tell(lambda _: None)
-    assert len(ask()) == 2  # the control: without the lie it is taken
-    of_server.tell(told)
+    assert len(asked()) == 2  # the control: without the lie it is taken
     with pytest.raises((EngineError, CaptureError), match=said):
-        ask()
+        asked(told)
 
 
 DATA = Path(__file__).parent

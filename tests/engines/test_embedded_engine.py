@@ -175,9 +175,7 @@ def test_masks_are_the_sets_that_tokens_were_drawn_from(kept):
     assert generation.select([1, 0]).trace.equals(trace.select([1, 0]))
 
 
-@pytest.mark.parametrize(
-    "wrong", [{"top_p": 0.0}, {"min_p": 1.0}, {"top_p": 0.5, "temperature": 0}, {"group_size": 2.5}, {"top_k": True}]
-)
+@pytest.mark.parametrize("wrong", [{"top_p": 0.0}, {"min_p": 1.0}, {"top_p": 0.5, "temperature": 0}, {"top_k": True}])
 def test_truncations_that_cannot_be_are_refused(wrong):
     with pytest.raises(ConfigError, match=next(iter(wrong))):
         Sampling(max_new_tokens=3, end_token=END, **wrong)

@@ -2,6 +2,7 @@
 
 import gc
 import threading
+from contextlib import nullcontext
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -49,11 +50,8 @@ def check_micro_batches_in_flight_keep_their_own_routes(framework):
                             on.run(batches[name])
                     continue
                 on.model.zero_grad(set_to_none=True)
-                if is_inside:
-                    with on.routed.replay(foreign(alone.routed.spec, other)):
-                        on.run(other)
-                        losses[name].backward()
-                else:
+                with on.routed.replay(foreign(alone.routed.spec, other)) if is_inside else nullcontext():
+                    on.run(other)
                     losses[name].backward()
                 assert torch.equal(losses[name].detach(), expected[name][0])
                 assert same(on.gradients(), expected[name][1]), (recompute, order, is_inside, name)

@@ -254,9 +254,8 @@ def check_native_picks_are_recorded_under_replay_with_how_far_they_are_from_the_
             with np.errstate(divide="ignore", invalid="ignore"):
                 ways = [last - least, np.log(last) - np.log(least)]
             if in_reach.all():  # and so the scores of every expert are there
-                ways = (
-                    ways[1:] if not on.selects_by_logits and np.allclose(scores_NE.sum(-1), 1, atol=1e-3) else ways[:1]
-                )
+                is_softmax = not on.selects_by_logits and np.allclose(scores_NE.sum(-1), 1, atol=1e-3)
+                ways = ways[1:] if is_softmax else ways[:1]
             assert any(np.allclose(seen[in_reach], way[in_reach], rtol=1e-3, atol=1e-5) for way in ways), gate
             assert (seen[in_reach] > 0).any() or not in_reach.any(), gate
 

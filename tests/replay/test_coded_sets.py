@@ -81,8 +81,7 @@ def test_the_highest_experts_of_the_largest_models_are_replayed():
     spec = fr.RoutingSpec.of_sizes([fr.RoutedLayer(0), fr.RoutedLayer(1)], sizes)
     # the second sequence has no route
     trace = fr.RoutingTrace.from_sequences(spec, [[1, 2], [3]], [ids, np.full((1, 2, 2), -1)])
-    rows = TraceOnDevice(trace, torch.device("cpu")).gather(
-        torch.tensor([0, 1, -1, 2]), Policy("native", "native", "native", telemetry=False)
-    )
+    policy = Policy("native", "native", "native", telemetry=False)
+    rows = TraceOnDevice(trace, torch.device("cpu")).gather(torch.tensor([0, 1, -1, 2]), policy)
     assert rows.ids_LRK.transpose(0, 1).tolist() == [*ids, *[[[-1, -1]] * 2] * 2]
     assert not rows.is_complete

@@ -16,9 +16,8 @@ from tests.traces import picks_of, random_trace, sets_of, spec_of, uneven_trace,
 def rows_of(trace):
     """Each sequence as a list of its rows: token, version, picks and all decisions."""
     decisions = [sets_of(trace.streams[name]) for name in sorted(trace.streams)]
-    rows = list(
-        zip(trace.token_ids_N.tolist(), trace.weight_versions_N.tolist(), picks_of(trace), *decisions, strict=True)
-    )
+    columns = trace.token_ids_N.tolist(), trace.weight_versions_N.tolist(), picks_of(trace), *decisions
+    rows = [*zip(*columns, strict=True)]
     return [rows[a:b] for a, b in zip(trace.offsets[:-1].tolist(), trace.offsets[1:].tolist(), strict=True)]
 
 
@@ -58,22 +57,15 @@ def test_a_cut_drops_the_mask_of_the_token_that_it_cuts_off(seed, data):
 def test_a_later_turn_adds_to_the_decisions_of_an_earlier_one(seed):
     whole, other = with_decisions(random_trace(seed), seed), with_decisions(random_trace(seed), seed + 1)
     earlier = whole.truncated(whole.lengths // 2)
-    both = extended(earlier, other)
-    last = (other.offsets[:-1] + earlier.lengths - 1)[earlier.lengths > 0]  # gave no token of the earlier turn
-    for name, stream in both.streams.items():
-        first, second = rows_in(earlier.streams[name], earlier, other), sets_of(other.streams[name])
-        for row in last.tolist():
-            first[row] = first[row] if second[row] is None else None
-        assert sets_of(stream) == [y if x is None else x for x, y in zip(first, second, strict=True)]
-
-
-def rows_in(stream, trace, longer):
-    """The decisions of a trace at the rows of a longer one."""
-    rows, sets = [None] * longer.num_rows, sets_of(stream)
-    for s in range(len(trace)):
-        start, own = int(longer.offsets[s]), sets[int(trace.offsets[s]) : int(trace.offsets[s + 1])]
-        rows[start : start + len(own)] = own
-    return rows
+    for name, stream in extended(earlier, other).streams.items():
+        expected = []
+        for s in range(len(other)):
+            first, second = (sets_of(each.select([s]).streams[name]) for each in (earlier, other))
+            if first and second[len(first) - 1] is not None:  # its last row gave no token of the earlier turn
+                first[-1] = None
+            first += [None] * (len(second) - len(first))
+            expected += [y if x is None else x for x, y in zip(first, second, strict=True)]
+        assert sets_of(stream) == expected
 
 
 def test_traces_with_and_without_a_stream_do_not_mix_by_accident():

@@ -29,6 +29,9 @@ SETTINGS = {
     "scheduler_config": {"enable_chunked_prefill": False},
     "kv_transfer_config": {},
 }
+SETTINGS_031 = SETTINGS | {"model_config": {"logprobs_mode": "processed_logprobs"}}
+SETTINGS_031 |= {"aux_output_config": {"enable_return_routed_experts": True}}
+"""As vLLM states them from 0.31 on, where routes have a configuration of their own."""
 PROMPT = np.array(payload(DATA / "generate.json")["request"]["token_ids"], np.int32)
 
 
@@ -104,7 +107,7 @@ def test_spans_of_weights_become_those_of_the_trace(routed, tmp_path):
     def stated(answer):
         answer["choices"][0]["weight_versions"] = spans
 
-    newer = {"/version": {"version": "0.32.0"}, INFO: {"vllm_config": settings_031()}}
+    newer = {"/version": {"version": "0.32.0"}, INFO: {"vllm_config": SETTINGS_031}}
     with serving(Server(lie=stated, **newer)) as server:
         engine = engine_at(server, routed, tmp_path, version=6)
         ask = engine._client.ask
@@ -189,14 +192,6 @@ def test_a_server_is_never_left_paused_and_samples_nothing_with_weights_half_loa
             assert server.asked[-1][0] == "/resume"
 
 
-def settings_031():
-    """As vLLM states them from 0.31 on, where routes have a configuration of their own."""
-    settings = copy.deepcopy(SETTINGS)
-    del settings["model_config"]["enable_return_routed_experts"]
-    settings["aux_output_config"] = {"enable_return_routed_experts": True}
-    return settings
-
-
 @grid(
     ("version", "path", "value", "said"),
     [
@@ -211,7 +206,7 @@ def settings_031():
     quick=3,
 )
 def test_a_server_started_without_what_replay_needs_is_refused(routed, tmp_path, version, path, value, said):
-    settings = copy.deepcopy(SETTINGS) if version == "0.30.0" else settings_031()
+    settings = copy.deepcopy(SETTINGS if version == "0.30.0" else SETTINGS_031)
     assert not missing_settings(Answer(copy.deepcopy(settings), "it"), version)
     section, _, name = path.partition(".")
     settings[section][name] = value
