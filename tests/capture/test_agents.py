@@ -51,14 +51,11 @@ def read_gym(path, made):
 
 
 def expect_gym(made, read):
-    calls, trained = {call.name: call for call in made}, set()
-
-    def is_retry(call):
-        return not call.children and any(
-            other is not call and other.parent is call.parent and other.prompt == call.prompt for other in made
-        )
-
-    kept = {call.name for call in made if not is_retry(call)}
+    calls, kept, trained = {call.name: call for call in made}, set(), set()
+    for call in made:
+        tries = [each for each in made if each.parent is call.parent and each.prompt == call.prompt]
+        if call.children or tries == [call]:
+            kept.add(call.name)
     for sequence, end in enumerate(read.ends):
         chain = calls[end].chain
         assert any(call.has_routes for call in chain)

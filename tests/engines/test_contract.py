@@ -32,14 +32,13 @@ from tests.tiers import grid
 from tests.traces import sets_of
 
 PROMPTS = [of_vllm.PROMPT, of_vllm.PROMPT[::-1].copy()]
-MASKED = of_vllm.SETTINGS | {"model_config": of_vllm.SETTINGS["model_config"] | {"return_sampling_mask": True}}
 
 
 class VLLM:
     """Its client, its server, and how one answer of it says what it says."""
 
     client = vllm.VLLMEngine
-    server = partial(of_vllm.Server, "generate_masks", **{of_vllm.INFO: {"vllm_config": MASKED}})
+    server = partial(of_vllm.Server, "generate_masks", **{of_vllm.INFO: {"vllm_config": of_vllm.MASKED}})
 
     @staticmethod
     def changed(lie, answer):
@@ -57,7 +56,6 @@ class VLLM:
         answer |= {"request_id": said["id"], "prompt_token_ids": said["prompt"]}
         choice |= {"token_ids": said["tokens"], "finish_reason": said["reason"], "weight_versions": said["weights"]}
         choice["logprobs"]["content"] = [{"token": f"token_id:{token}", "logprob": own} for own, token in said["steps"]]
-        return answer
 
 
 class SGLang:
@@ -79,7 +77,6 @@ class SGLang:
         meta |= {"id": said["id"], "weight_versions": said["weights"], "finish_reason": {"type": said["reason"]}}
         meta |= {"prompt_tokens": said["prompt"] and len(said["prompt"])}
         meta |= {"output_token_logprobs": [[own, token, None] for own, token in said["steps"]]}
-        return answer
 
 
 SERVED = {"vllm": VLLM, "sglang": SGLang}

@@ -7,7 +7,7 @@ from io import BytesIO
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.extra.numpy import array_shapes, arrays
 from safetensors import SafetensorError
@@ -51,6 +51,7 @@ def read(content):
         return file.metadata, {name: file.read(name) for name in file.tensors}
 
 
+@settings(max_examples=60)
 @given(SOME_TENSORS, st.dictionaries(TEXTS, TEXTS, max_size=3))
 def test_what_is_written_is_read_here_and_by_the_library(tensors, metadata):
     content = tensors_to_bytes(metadata, tensors)

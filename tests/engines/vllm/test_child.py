@@ -46,7 +46,8 @@ def loaded(engine, routed, version=1):
     return engine
 
 
-@grid("release", ["0.28.0", "0.30.0", "0.32.0"], quick=1)
+@pytest.mark.slow
+@pytest.mark.parametrize("release", ["0.28.0", "0.30.0", "0.32.0"])
 def test_sequences_are_grouped_by_prompt_in_every_release(routed, started, monkeypatch, release):
     monkeypatch.setenv("FAKE_VLLM_VERSION", release)
     asked, engine = prompts(5, 9), loaded(started(), routed, version=4)
@@ -67,7 +68,7 @@ def test_sequences_are_grouped_by_prompt_in_every_release(routed, started, monke
         ("dies", EngineError, r"died \(signal 6, Aborted\): POST /inference(.|\n)*it serves /"),
         ("zero routes", CaptureError, "enforce_eager=True"),
     ],
-    quick=2,
+    quick=1,
 )
 def test_what_a_server_fails_at_is_reported(routed, started, behaviour, error, said):
     engine = started(behaviour)
@@ -142,6 +143,7 @@ def test_a_server_that_does_not_end_is_killed_with_all_it_started(started, monke
             os.killpg(engine._process._process.pid, signal.SIGKILL)
 
 
+@pytest.mark.slow
 def test_a_server_removes_no_folder_that_was_not_made_for_it(tmp_path):
     (tmp_path / "kept.txt").write_text("mine")
     command = [sys.executable, "-c", "from foreroute.engines import inside_vllm; inside_vllm._end_with_trainer()"]
