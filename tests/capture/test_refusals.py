@@ -103,14 +103,10 @@ def test_ids_of_a_type_that_is_too_narrow_for_the_model(door, experts, dtype):
     refused(TYPED[door](r.all_layers().astype(dtype)), words, model=r.spec, token_ids=tokens)
 
 
-def lists(change):
-    rows = R.routes_RLK.tolist()
-    change(rows)
-    return rows
-
-
 def pick(value):
-    return lists(lambda rows: rows[1][2].__setitem__(0, value))
+    rows = R.routes_RLK.tolist()
+    rows[1][2][0] = value
+    return rows
 
 
 def choice(**changes):
@@ -130,7 +126,7 @@ DAMAGED = [
     ([wires.sglang(R), {"meta_info": {"finish_reason": {"type": "abort"}}}], "output 1: the answer was aborted"),
     (SimpleNamespace(status_code=200, json=dict), "response object of an HTTP library"),
     ("k05VTVBZ*", "the routes are not base64"),
-    (None, "is None, which is empty"),
+    *((each, f"is {each}, which is empty") for each in (None, {})),
     ({"meta_info": {}}, "has no routed_experts in .*; start the engine"),
     # of no form, or of two
     ("{", "the text, which may have been cut, is not JSON"),
@@ -147,7 +143,7 @@ DAMAGED = [
     # arrays and nested lists
     (np.zeros((11, 4, 3)), "dtype float64"),
     (np.zeros((11, 13), int), r"shape \(11, 13\); expected .rows, layers, picks., or"),
-    (lists(lambda rows: rows[1].__setitem__(2, "abc")), "lists that hold str"),
+    (pick("abc"), "lists that hold str"),
     (pick(True), "lists that hold bool; expected whole numbers"),
     (pick(1 << 70), "dtype object; expected integers"),
     # tables

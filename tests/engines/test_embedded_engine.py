@@ -86,6 +86,8 @@ def test_what_the_engine_cannot_take_is_refused():
         engine.generate([np.array([5])], Sampling(1, -1, 1), 0)
     with pytest.raises(ConfigError, match=f"end_token is {size}; the model knows tokens 0 to {size - 1}"):
         sampled(engine, end_token=size)
+    with pytest.raises(ConfigError, match="group_size"):
+        sampled(engine, group_size=2.5)
     assert sampled(engine, end_token=-1).response_lengths.tolist() == [7] * 12
     with pytest.raises(ConfigError, match=r"given a .* with adapters; .* Merge adapters"):
         EmbeddedEngine(with_lora(model))
