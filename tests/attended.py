@@ -9,6 +9,7 @@ from contextlib import contextmanager
 import torch
 
 from foreroute.testing.models import FAMILIES
+from tests.traces import sets_of
 
 SIZES = FAMILIES["deepseek_v3"] | {
     "vocab_size": 64, "max_position_embeddings": 128, "n_routed_experts": 16, "num_local_experts": 16,
@@ -48,15 +49,12 @@ def attended(model):
 
 def chosen(trace):
     """The same of a trace, without rows that have no choice."""
-    stream, sets = trace.streams["indexer"], defaultdict(set)
+    of_rows, sets = sets_of(trace.streams["indexer"]), defaultdict(set)
     for s in range(len(trace)):
         tokens = trace.tokens(s).tolist()
-        for p in range(len(tokens)):
-            row = int(trace.offsets[s]) + p
-            for layer in range(stream.depth if stream.valid_N[row] else 0):
-                start, stop = stream.offsets[row * stream.depth + layer :][:2]
-                ids = stream.ids[start:stop].tolist() or range(p + 1)
-                sets[tuple(tokens[: p + 1]), layer].add(frozenset(ids))
+        for p, by_layer in enumerate(of_rows[trace.offsets[s] : trace.offsets[s + 1]]):
+            for layer, ids in enumerate(by_layer or ()):
+                sets[tuple(tokens[: p + 1]), layer].add(frozenset(ids or range(p + 1)))
     return sets
 
 

@@ -113,18 +113,10 @@ def all_layers(rows_RLK, dtype):
 # ---- NeMo Gym
 
 
-def envelope(rows, dtype=np.int16):
+def envelope(rows):
     """NeMo RL's text of an array."""
-    return (
-        f"nrlre1:{np.dtype(dtype)}:{'x'.join(map(str, rows.shape))}:"
-        + base64.b64encode(rows.astype(np.dtype(dtype).newbyteorder("<")).tobytes()).decode()
-    )
-
-
-def gym_digest(tokens):
-    """Of a sequence that is not empty."""
-    packed = struct.pack(f">BQ{len(tokens)}Q", 1, len(tokens), *tokens)
-    return hashlib.sha256(b"nemo-gym-tokens" + packed).hexdigest()
+    shape = "x".join(map(str, rows.shape))
+    return f"nrlre1:int16:{shape}:" + base64.b64encode(rows.astype("<i2").tobytes()).decode()
 
 
 GYM_ENTRY = """{"schema_version": 1, "model": "scripted", "output_items": [], "token_item_index": null,
@@ -142,6 +134,7 @@ def gym_entry(call, rollout, form=0):
         rows = np.concatenate([rows, rows[:1]])  # what some engine has there: the last token was never an input
     is_delta = form == 3 and call.parent is not None
     has_rows = call.has_routes and len(tokens) >= 2
+    packed = struct.pack(f">BQ{len(tokens)}Q", 1, len(tokens), *tokens)
     return json.loads(GYM_ENTRY) | {
         "rollout_id": rollout,
         "model_call_id": call.name,
@@ -153,7 +146,7 @@ def gym_entry(call, rollout, form=0):
         "created_at": call.at,
         "parent_call_id": call.parent.name if call.parent else None,
         "cum_len": len(tokens),
-        "digest": gym_digest(tokens),
+        "digest": hashlib.sha256(b"nemo-gym-tokens" + packed).hexdigest(),
         "parent_resolution": "resolved" if call.parent else "unresolved" if call.is_edit else "root",
     }
 
@@ -163,11 +156,8 @@ def write_gym(folder, entries, rollout="0-0", **state):
     lines = [json.dumps(entry, sort_keys=True, separators=(",", ":")).encode() for entry in entries]
     path = folder / f"{rollout}.tokens.jsonl"
     path.write_bytes(b"".join(line + b"\n" for line in lines))
-    index = {
-        entry.get("model_call_id"): hashlib.sha256(line).hexdigest()
-        for entry, line in zip(entries, lines, strict=True)
-        if isinstance(entry, dict)
-    }
+    digests = [hashlib.sha256(line).hexdigest() for line in lines]
+    index = dict(zip([entry["model_call_id"] for entry in entries], digests, strict=True))
     known = {"frozen": True, "retired": False, "incomplete": False, "snapshot_id": "5f", "version": len(lines) + 1}
     known |= {"entry_digests": index, "indexed_size": path.stat().st_size, **state}
     path.with_name(f"{rollout}.tokens.state.json").write_text(json.dumps(known))
@@ -213,8 +203,8 @@ class Skycap:
         tokens, start = call.tokens, len(call.parent.tokens) if call.parent else 0
         rows = all_layers(routes(tokens, call.version)[:-1], self.dtype) if call.has_routes else None
         above = self.node_of[call.parent.name] if call.parent else None
-        if rows is not None and above is not None:
-            self.nodes[above].rows = self._with_last(self.nodes[above], rows[start - 1], call.version)
+        if rows is not None and above is not None and (last := self.nodes[above]).rows is not None:
+            last.rows, last.row_versions[-1] = np.concatenate([last.rows[:-1], rows[start - 1 : start]]), call.version
         cut = len(call.prompt) - 1  # the last token of the prompt opens the reply
         for first, end in ((start, max(start, cut - 2)), (max(start, cut - 2), cut)):
             if end > first:
@@ -234,12 +224,6 @@ class Skycap:
         reply.masks = [mask(tokens, p) for p in range(len(call.prompt), len(tokens))] if self.masks else None
         self.nodes.append(reply)
         self.node_of[call.name] = len(self.nodes) - 1
-
-    def _with_last(self, node, row, version):
-        if node.rows is None:
-            return None
-        node.row_versions[-1] = version
-        return np.concatenate([node.rows[:-1], row[None]])
 
     def _client(self, above, tokens, rows, version):
         for number, node in enumerate(self.nodes):
@@ -277,7 +261,7 @@ class Skycap:
             found["sampling_mask"] = {"ids": np.array([i for s in sets for i in s], np.int32), "offsets": offsets}
         return found
 
-    def document(self, **changed):
+    def document(self):
         at, entries = {"tokens": 0, "experts": 0, "mask": 0}, []
         for number, node in enumerate(self.nodes):
             rows, masks = (0 if each is None else len(each) for each in (node.rows, node.masks))
@@ -291,7 +275,7 @@ class Skycap:
             entries.append({**entry, "message": {"content": ""}, "shadowed_by": None, "tokens": tokens})
             for kind, size in (("tokens", len(node.tokens)), ("experts", rows), ("mask", masks)):
                 at[kind] += size
-        return {**json.loads(SKYCAP), "samples": self.samples(), "nodes": entries, **changed}
+        return {**json.loads(SKYCAP), "samples": self.samples(), "nodes": entries}
 
 
 def side_file(arrays):

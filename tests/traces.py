@@ -4,7 +4,7 @@ import numpy as np
 
 from foreroute import RoutedLayer, RoutingSpec, RoutingTrace, concatenate
 from foreroute.testing.routes import synthetic_trace
-from foreroute.trace import INDEXER, DecisionStream, IndexerSpec
+from foreroute.trace import INDEXER, DecisionStream
 from foreroute.trace.streams import MOST_CHOICES
 
 
@@ -41,25 +41,8 @@ def random_sets(rng, num_rows, num_choices, *, layers=()):
     depth, most = max(1, len(layers)), min(num_choices, 9)
     valid = rng.random(num_rows) < 0.7
     counts = rng.integers(0, most + 1, (num_rows, depth)) * valid[:, None]
-    ids = [rng.choice(num_choices, n, replace=False) for n in counts.reshape(-1)]
-    return DecisionStream.from_sets(
-        num_choices, valid, counts, np.concatenate([*ids, [0][:0]]).astype(int), layers=layers
-    )
-
-
-def similar_sets(rng, num_rows, num_choices, *, layers):
-    """A stream whose sets are like those of the row before: one id of nine is another, and sometimes none."""
-    now, sets = [set(rng.integers(0, num_choices, 9).tolist()) for _ in layers], []
-    valid, is_set = rng.random((2, num_rows, 1)) < 0.8
-    for row in range(num_rows):
-        for each in now:
-            if rng.random() < 0.8:
-                each.remove(sorted(each)[int(rng.integers(len(each)))])
-                each.add(int(rng.integers(0, num_choices)))
-        sets += [sorted(each) if valid[row] and is_set[row] else [] for each in now]
-    counts = np.array([len(each) for each in sets]).reshape(num_rows, len(layers))
-    ids = [i for each in sets for i in each]
-    return DecisionStream.from_sets(num_choices, valid[:, 0], counts, ids, layers=layers)
+    ids = [[0][:0], *(rng.choice(num_choices, n, replace=False) for n in counts.reshape(-1))]
+    return DecisionStream.from_sets(num_choices, valid, counts, np.concatenate(ids).astype(int), layers=layers)
 
 
 def with_decisions(trace, seed):
@@ -67,46 +50,29 @@ def with_decisions(trace, seed):
     rng = np.random.default_rng(seed)
     masks, indexers = random_sets(rng, trace.num_rows, 300), (RoutedLayer(0), RoutedLayer(5))
     trace = trace.with_stream("sampling", masks)
-    return trace.with_stream("indexer", similar_sets(rng, trace.num_rows, 2**31 - 1, layers=indexers))
+    return trace.with_stream("indexer", random_sets(rng, trace.num_rows, 2**31 - 1, layers=indexers))
 
 
-CHOICES = IndexerSpec(8, tuple(RoutedLayer(i) for i in range(4)))
-CHOICE_LENGTHS = [60, 48, 60]
-
-
-def choices_of(noise=0.0, seed=0):
-    """Routes, and choices of indexers by scores that last from query to query, in part, with noise of its own."""
-    rng, own = np.random.default_rng(0), np.random.default_rng([1, seed])
-    positions, chosen = np.concatenate([np.arange(n) for n in CHOICE_LENGTHS]), []
-    for _ in CHOICES.layers:
-        sets = []
-        for length in CHOICE_LENGTHS:
-            lasting = rng.standard_normal(length)
-            for p in range(length):
-                scores = 0.5 * lasting + rng.standard_normal(length) + noise * own.standard_normal(length)
-                sets.append(np.sort(np.argsort(-scores[: p + 1])[: CHOICES.top_k]))
-        counts = np.array([len(each) for each in sets])
-        chosen.append((counts, np.concatenate(sets).astype(np.int32)))
-    routes = synthetic_trace(spec_of(), CHOICE_LENGTHS, seed=0)
-    return routes.with_stream(INDEXER, CHOICES.stream(positions, chosen))
+def drawn_choices(spec, position_N, rng, present=1.0):
+    """A stream of random choices at these positions, some of them absent; and the units by (row, layer, head)."""
+    valid_N = rng.random(len(position_N)) < present
+    counts, ids, sets = [], [], {}
+    for row, visible in enumerate(spec.num_visible(position_N).tolist()):
+        for layer in range(len(spec.layers)):
+            is_part = valid_N[row] and visible > spec.top_k
+            counts.append(spec.heads * spec.top_k if is_part else 0)
+            for head in range(spec.heads if is_part else 0):
+                units = np.sort(rng.choice(visible, spec.top_k, replace=False))
+                sets[row, layer, head] = units.tolist()
+                ids.append(units * spec.heads + head)
+    counts_ND = np.array(counts).reshape(-1, len(spec.layers))
+    flat = np.concatenate([np.zeros(0, np.int64), *ids])
+    return DecisionStream.from_sets(MOST_CHOICES, valid_N, counts_ND, flat, layers=spec.layers), sets
 
 
 def foreign_choices(trace, spec, *, seed=3):
     """The same trace with choices of indexers, in all rows, of the right sizes, that no indexer would make."""
-    rng = np.random.default_rng(seed)
-    position_N = trace.positions_N
-    visible_ND = np.repeat(spec.num_visible(position_N)[:, None], len(spec.layers), axis=1)
-    sets = [
-        (rng.permuted(np.tile(np.arange(visible), (spec.heads, 1)), axis=1)[:, : spec.top_k] * spec.heads).T
-        + np.arange(spec.heads)
-        for visible in visible_ND[visible_ND > spec.top_k].tolist()
-    ]
-    counts_ND = np.where(visible_ND > spec.top_k, spec.heads * spec.top_k, 0)
-    ids = np.concatenate([np.zeros(0, np.int64), *[each.reshape(-1) for each in sets]])
-    stream = DecisionStream.from_sets(
-        MOST_CHOICES, np.ones(trace.num_rows, np.bool_), counts_ND, ids, layers=spec.layers
-    )
-    return trace.with_stream(INDEXER, stream)
+    return trace.with_stream(INDEXER, drawn_choices(spec, trace.positions_N, np.random.default_rng(seed))[0])
 
 
 def uneven_trace(seed, sizes=((8, 2), (300, 3), (5, 1), (8, 2))):
@@ -130,3 +96,10 @@ def picks_of(trace):
         [ids[:top_k].tolist() for ids, (_, top_k) in zip(row, trace.spec.sizes_L, strict=True)] if there else None
         for row, there in zip(trace.expert_ids_NLK, trace.valid_N, strict=True)
     ]
+
+
+def sets_of(stream):
+    """For each row of a stream None, or a list of ids for each layer."""
+    pieces = [piece.tolist() for piece in np.split(stream.ids, stream.offsets[1:-1])] if len(stream.offsets) > 1 else []
+    by_row = [pieces[n * stream.depth : (n + 1) * stream.depth] for n in range(stream.num_rows)]
+    return [sets if valid else None for sets, valid in zip(by_row, stream.valid_N, strict=True)]

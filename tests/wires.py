@@ -101,7 +101,6 @@ def vllm_answer(r, start=0, **changed):
 
 
 def vllm_http(r, start=0):
-    """The same as text."""
     return json.dumps(vllm_answer(r, start))
 
 
@@ -112,7 +111,6 @@ def sglang_answer(r, start=0, **more):
 
 
 def sglang(r, start=0):
-    """The same as text."""
     return json.dumps(sglang_answer(r, start))
 
 

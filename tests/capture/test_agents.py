@@ -11,6 +11,7 @@ from foreroute.trace import NO_VERSION, SAMPLING
 from tests import scripted
 from tests.scripted import SPEC
 from tests.tiers import grid
+from tests.traces import sets_of
 
 
 def by_time(made, key):
@@ -50,14 +51,11 @@ def read_gym(path, made):
 
 
 def expect_gym(made, read):
-    calls, trained = {call.name: call for call in made}, set()
-
-    def is_retry(call):
-        return not call.children and any(
-            other is not call and other.parent is call.parent and other.prompt == call.prompt for other in made
-        )
-
-    kept = {call.name for call in made if not is_retry(call)}
+    calls, kept, trained = {call.name: call for call in made}, set(), set()
+    for call in made:
+        tries = [each for each in made if each.parent is call.parent and each.prompt == call.prompt]
+        if call.children or tries == [call]:
+            kept.add(call.name)
     for sequence, end in enumerate(read.ends):
         chain = calls[end].chain
         assert any(call.has_routes for call in chain)
@@ -101,7 +99,7 @@ def expect_skycap(made, graph, read):
         if any(graph.nodes[i].media for i in chain) or not targets or not routed:
             lost.append(leaf)
             continue
-        tokens, sampled, versions, sets = [], {}, [], {}
+        tokens, sampled, versions = [], {}, []
         for i in whole:
             node = graph.nodes[i]
             goes_on = [call for call in made if call.parent and graph.node_of[call.parent.name] == i]
@@ -124,11 +122,8 @@ def expect_skycap(made, graph, read):
         [sequence] = [s for s, end in enumerate(read.ends) if end == str(whole[-1])]
         expect(read.generation, sequence, tokens, sampled, versions)
         if any(node.masks for node in graph.nodes):
-            stream = read.generation.trace.select([sequence]).streams[SAMPLING]
-            sets = {p - 1: scripted.mask(tokens, p) for p in sampled}
-            assert np.flatnonzero(stream.valid_N).tolist() == sorted(sets)
-            for p, expected in sets.items():
-                assert stream.ids[stream.offsets[p] : stream.offsets[p + 1]].tolist() == expected
+            sets = [[scripted.mask(tokens, p + 1)] if p + 1 in sampled else None for p in range(len(tokens))]
+            assert sets_of(read.generation.trace.select([sequence]).streams[SAMPLING]) == sets
     assert len(read.ends) == len(rows) - len(lost)
     for leaf in lost:
         assert any(sentence.startswith(f"the path to node {leaf} is left out") for sentence in read.left_out)

@@ -1,4 +1,4 @@
-"""Log-probs of sampled tokens, and spans of the weights that sampled them, as engines state them beside routes."""
+"""Log-probs of sampled tokens and spans of the weights that sampled them, beside routes and on disk."""
 
 import json
 from itertools import pairwise
@@ -7,10 +7,11 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-from foreroute.capture import decode, decode_generation
-from foreroute.errors import CaptureError
+from foreroute.capture import Generation, decode, decode_generation, load_generation, save_generation
+from foreroute.errors import CaptureError, TraceContentError, TraceFileError
 from foreroute.trace import NO_VERSION
 from tests import wires
+from tests.traces import random_trace
 
 R = wires.rollout(np.random.default_rng(16), prompt=4, response=3)
 LOGPROBS = [-1.25, -0.5, -2.0]
@@ -29,15 +30,14 @@ def in_process(steps):
 
 STEPS = [{token: SimpleNamespace(logprob=value), 0: SimpleNamespace(logprob=-9.0)} for value, token, _ in PAIRS]
 CONTENT = [{"token": "x", "logprob": value} for value in LOGPROBS]
+ON_SETS = {"output_token_sampling_logprobs": LOGPROBS}
 FORMS = {
     "completions": completion(token_logprobs=LOGPROBS, tokens=["a", "b", "c"]),
     "chat": completion(content=CONTENT),
     "text": json.dumps(completion(content=CONTENT)),
     "in process": in_process(STEPS),
     "sglang": wires.sglang_answer(R, output_token_logprobs=PAIRS),
-    "sglang, truncated": wires.sglang_answer(
-        R, output_token_logprobs=[[-7.0, None]] * 3, output_token_sampling_logprobs=LOGPROBS
-    ),
+    "sglang, truncated": wires.sglang_answer(R, output_token_logprobs=[[-7.0, None]] * 3, **ON_SETS),
 }
 
 
@@ -125,3 +125,63 @@ def test_spans_that_cannot_be_are_refused(given, message):
 def test_a_form_without_spans_is_refused_where_they_are_asked_for():
     with pytest.raises(CaptureError, match=r"say.*weights"):
         decode(wires.sglang(SPANNED), model=SPANNED.spec, token_ids=SPANNED.tokens, weight_version=int)
+
+
+@pytest.fixture
+def generation():
+    trace = random_trace(5)
+    trace = trace.select(np.flatnonzero(trace.lengths > 1))
+    prompts = np.ones(len(trace), np.int64)
+    return Generation(trace, prompts, -np.arange(int((trace.lengths - 1).sum()), dtype=np.float32))
+
+
+def test_round_trip(tmp_path, generation):
+    path = save_generation(generation, tmp_path / "rollout.safetensors")
+    read = load_generation(path)
+    assert read.trace.equals(generation.trace)
+    assert np.array_equal(read.logprobs_R, generation.logprobs_R)
+    assert np.array_equal(read.prompt_lengths, generation.prompt_lengths)
+    assert [each.name for each in tmp_path.iterdir()] == ["rollout.safetensors"]
+    with pytest.raises(TraceFileError, match="already exists"):
+        save_generation(generation, path)
+
+
+def test_what_tools_said_between_turns_is_kept(tmp_path, generation):
+    lengths = generation.trace.lengths
+    sampled = generation.sampled_N.copy()
+    inner = int(generation.trace.offsets[0]) + int(generation.prompt_lengths[0]) + 1
+    assert lengths[0] - generation.prompt_lengths[0] >= 3
+    sampled[inner] = False
+    talked = Generation(generation.trace, generation.prompt_lengths, np.delete(generation.logprobs_R, 1), sampled)
+    path = save_generation(talked, tmp_path / "rollout.safetensors")
+    read = load_generation(path)
+    assert np.array_equal(read.sampled_N, sampled)
+    assert np.array_equal(read.logprobs_R, talked.logprobs_R)
+    both = Generation.concatenate([generation, talked]).select([len(generation), 0])
+    assert both.response_lengths.tolist() == [generation.response_lengths[0] - 1, generation.response_lengths[0]]
+    assert np.array_equal(both.response(0), np.delete(both.response(1), 1))
+
+
+NO_LOGPROBS = r"floats \[\d+\].*sampled"
+REFUSED = [
+    ("trace", lambda trace: None, r"trace.*RoutingTrace"),
+    *(
+        ("prompt_lengths", lambda each, n=n: [n] * len(each), "a prompt and a response of at least")
+        for n in (1.5, True, 0, 2**63 - 1, None, [2, 3], 10**6)
+    ),
+    ("logprobs_R", lambda each: np.where(each == -1, np.nan, each), "hold nan for sampled token 1"),
+    ("logprobs_R", lambda each: np.where(each == -1, 2e-3, each), "hold 0.002.* for sampled token 1"),
+    *(("logprobs_R", make, NO_LOGPROBS) for make in (list, lambda each: each.astype(complex), lambda each: each[1:])),
+    ("sampled_N", lambda each: each | True, "token 0 of sequence 0, .* said to be sampled"),
+    ("sampled_N", lambda each: each & False, "not said to be sampled"),
+    ("sampled_N", lambda each: each.astype(np.int8), "numpy, bool"),
+    *(("sampled_N", lambda each, value=value: value, "sampled tokens") for value in ("x", [[True], [True, True]])),
+]
+
+
+@pytest.mark.parametrize(("name", "change", "words"), REFUSED)
+def test_what_cannot_be_a_generation_is_refused(generation, name, change, words):
+    given = {"trace": generation.trace, "prompt_lengths": generation.prompt_lengths}
+    given |= {"logprobs_R": generation.logprobs_R, "sampled_N": generation.sampled_N}
+    with pytest.raises(TraceContentError, match=words):
+        Generation(**given | {name: change(given[name])})

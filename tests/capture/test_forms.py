@@ -1,15 +1,20 @@
 """Every form, written byte for byte by code that knows nothing of the decoders, comes back as the known routes.
 
 Rows without a route are told by -1, by zeros at the end of verl's batch, or as no row at all. The last token was
-sampled and never fed: what stands for it in a capture is no route, whoever made it up.
+sampled and never fed: what stands for it in a capture is no route, whoever made it up. Zeros of layers that look
+experts up by token, which engines leave out, were not recorded.
 """
 
 import numpy as np
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 import foreroute as fr
 from foreroute.capture import decode
 from foreroute.errors import CaptureError
+from foreroute.trace import LayerKind
+from foreroute.trace.operations import with_lookups
 from tests import wires
 
 RNG = np.random.default_rng(3)
@@ -108,9 +113,8 @@ def test_an_aborted_choice_that_has_rows_is_read():
     text = wires.npy_text(SHORT.all_layers()[:3].astype(np.uint8))
     answer = wires.vllm_answer(SHORT, finish_reason="abort", token_ids=[], routed_experts=text)
     trace = decode(answer, model=SHORT.spec)
-    assert trace.equals(
-        known(SHORT).truncated([3]).continued_by(fr.RoutingTrace.unrouted(SHORT.spec, [SHORT.prompt[3:]]))
-    )
+    last = fr.RoutingTrace.unrouted(SHORT.spec, [SHORT.prompt[3:]])
+    assert trace.equals(known(SHORT).truncated([3]).continued_by(last))
 
 
 def split(r, write, **changes):
@@ -134,9 +138,7 @@ def test_routes_of_prompt_and_output_in_two_fields_are_joined(write):
     assert both.equals(fr.concatenate([known(SHORT), known(OTHER)]))
     moved = split(SHORT, write)
     moved["choices"][0]["prompt_routed_experts"] = moved.pop("prompt_routed_experts")
-    assert decode(moved, model=SHORT.spec).equals(known(SHORT)), (
-        "a proxy may put it into the choice, where vLLM does not"
-    )
+    assert decode(moved, model=SHORT.spec).equals(known(SHORT)), "a proxy may put it there, and vLLM does not"
 
 
 def test_fields_that_do_not_join_are_refused():
@@ -160,3 +162,107 @@ def test_each_sequence_may_have_a_start_of_its_own(kind):
     answers = [wires.vllm_http(SHORT, 3), wires.vllm_http(OTHER, 1)]
     trace = decode(answers, model=SHORT.spec, start=kind([3, 1]))
     assert np.flatnonzero(trace.valid_N).tolist() == [*range(3, 6), *range(8, 16)]
+
+
+TYPES = [np.dtype(f"{sign}int{bits}") for sign in ("", "u") for bits in (8, 16, 32, 64)]
+SIZES = [(16, 3), (128, 8), (200, 8), (256, 8), (300, 8), (300, 1)]
+LAYOUTS = {
+    "C": np.ascontiguousarray,
+    "F": np.asfortranarray,
+    "every second row": lambda rows: np.repeat(rows, 2, axis=0)[::2],
+    "from the end": lambda rows: np.ascontiguousarray(rows[::-1])[::-1],
+    "big-endian": lambda rows: rows.astype(rows.dtype.newbyteorder(">")),
+    "flat": lambda rows: rows.reshape(len(rows), -1),
+}
+INDICES = {"neighbours": (1, 2, 3), "apart": (1, 3, 4)}  # of routed layers among five
+
+
+@settings(max_examples=60)
+@given(data=st.data(), seed=st.integers(0, 2**32 - 1))
+def test_decode_takes_the_rows_that_python_picks(data, seed):
+    rng, draw = np.random.default_rng(seed), data.draw
+    experts, top_k = draw(st.sampled_from(SIZES))
+    indices = draw(st.sampled_from(list(INDICES.values())))
+    spec = fr.RoutingSpec(experts, top_k, tuple(map(fr.RoutedLayer, indices)))
+    dtype = draw(st.sampled_from([each for each in TYPES if np.iinfo(each).max >= experts - 1]))
+    start, count = draw(st.integers(0, 4)), draw(st.integers(1, 9))
+    rows = np.argsort(rng.random((count, 3, experts)), axis=-1)[..., :top_k]
+    # one pick without a sign has no -1, and of a model without a choice zeros may be a failed capture
+    is_missing = (rng.random(count) < 0.3) & (top_k > 1)
+    valid = rng.random(count) < draw(st.sampled_from([0.5, 1.0]))
+    if draw(st.booleans()):
+        # the last three would be experts in a narrower type
+        wrongs = experts, rows[0, 0, 0], 1 << 8, 1 << 16, (1 << 16) - (1 << 32)
+        bounds = np.iinfo(dtype)
+        wrong = draw(st.sampled_from([each for each in wrongs if bounds.min <= each <= bounds.max]))
+        rows[draw(st.integers(0, count - 1)), draw(st.integers(0, 2)), draw(st.integers(0, top_k - 1))] = wrong
+    is_routed = valid & ~is_missing
+    is_wrong = [
+        len({*ids}) < top_k or max(ids) >= experts or min(ids) < 0 for row in rows[is_routed].tolist() for ids in row
+    ]
+    given = rows.copy()
+    given[is_missing] = -1
+    if draw(st.booleans()):  # all layers
+        given = np.insert(given, np.searchsorted(indices, np.setdiff1d(np.arange(5), indices)), 0, axis=1)
+    given = LAYOUTS[draw(st.sampled_from(list(LAYOUTS)))](given.astype(dtype))
+    tokens = np.arange(start + count + 1)
+
+    def read():
+        return decode(given, model=spec, token_ids=tokens, valid=valid, start=start)
+
+    if any(is_wrong) or not is_routed.any():
+        with pytest.raises(CaptureError):
+            read()
+        return
+    trace = read()
+    assert trace.valid_N.tolist() == [False] * start + is_routed.tolist() + [False]
+    assert trace.expert_ids_NLK.dtype == spec.id_dtype
+    assert trace.expert_ids_NLK.tolist() == [
+        row if there else np.zeros((3, top_k), int).tolist()
+        for row, there in zip([None] * start + rows.tolist() + [None], trace.valid_N, strict=True)
+    ]
+
+
+HASH = (0, 2)
+LAYERS = tuple(fr.RoutedLayer(i, LayerKind.HASH if i in HASH else LayerKind.DECODER) for i in range(5))
+SPEC = fr.RoutingSpec(16, 3, LAYERS)
+DECODER = SPEC.select([layer for layer in LAYERS if layer.kind is LayerKind.DECODER])
+TABLE = np.argsort(RNG.random((50_000, 16)), axis=-1)[:, :3]
+LOOKUPS = {LAYERS[i]: lambda tokens, i=i: (TABLE[tokens] + i) % 16 for i in HASH}
+
+
+def rollout(**sizes):
+    """A request whose lookup layers follow the table."""
+    r = wires.rollout(RNG, layers=5, dense=0, **sizes)
+    for layer in HASH:
+        r.routes_RLK[:, layer] = LOOKUPS[LAYERS[layer]](np.array(r.tokens[:-1]))
+    return wires.Rollout(SPEC, 5, r.prompt, r.response, r.routes_RLK)
+
+
+def without(r, layers=HASH):
+    rows = r.routes_RLK.copy()
+    rows[:, list(layers)] = 0
+    return wires.Rollout(SPEC, 5, r.prompt, r.response, rows)
+
+
+LOOKING = rollout()
+WHOLE = fr.RoutingTrace.from_sequences(SPEC, [LOOKING.tokens], [LOOKING.routes_RLK])
+
+
+@pytest.mark.parametrize("writer", [wires.vllm_http, wires.sglang, lambda r: wires.verl([r]), lambda r: r.routes_RLK])
+@pytest.mark.parametrize("layers", [HASH, [0], [2]])
+def test_their_zeros_are_left_out_and_the_rest_is_kept(writer, layers):
+    trace = decode(writer(without(LOOKING, layers)), model=SPEC, token_ids=[LOOKING.tokens])
+    assert trace.equals(WHOLE.select_layers([layer for i, layer in enumerate(LAYERS) if i not in layers]))
+    assert with_lookups(trace, SPEC, LOOKUPS).equals(WHOLE)
+
+
+def test_zeros_elsewhere_and_a_row_of_them_are_refused():
+    with pytest.raises(CaptureError, match=r"zeros in 3 of 5 layers .first: hash 0"):
+        decode(without(LOOKING, [0, 1, 2]).routes_RLK, model=SPEC, token_ids=LOOKING.tokens)
+    with pytest.raises(CaptureError, match="zeros in 5 of 5 layers"):
+        decode(without(LOOKING, range(5)).routes_RLK, model=SPEC, token_ids=LOOKING.tokens)
+    rows = LOOKING.routes_RLK.copy()
+    rows[4, 0] = 0
+    with pytest.raises(CaptureError, match=r"position 4.*0.*expert.*0, 0, 0"):
+        decode(rows, model=SPEC, token_ids=LOOKING.tokens)

@@ -12,7 +12,7 @@ from foreroute.errors import CaptureError
 from foreroute.testing.routes import synthetic_trace
 from foreroute.trace import IndexerSpec, LayerKind
 from tests import wires
-from tests.traces import spec_of
+from tests.traces import sets_of, spec_of
 
 LAYERS = tuple(fr.RoutedLayer(i, LayerKind.ATTENTION) for i in (0, 2))
 INDEXERS = IndexerSpec(3, LAYERS)
@@ -39,43 +39,17 @@ def test_choices_are_those_of_the_layers_with_an_indexer(as_text):
     arrays = returned()
     given = [base64.b64encode(each.tobytes()).decode() for each in arrays] if as_text else arrays
     stream = with_indexer_choices(TRACE, given, INDEXERS).streams["indexer"]
-    assert stream.valid_N.tolist() == [True] * 6 + [False] * 2 + [True] * 4 + [False]
-    for s, array in enumerate(arrays):
-        for p in range(len(array)):
-            for place, layer in enumerate(LAYERS):
-                start, stop = stream.offsets[(int(TRACE.offsets[s]) + p) * 2 + place :][:2]
-                expected = sorted(array[p, layer.index].tolist()) if p >= 3 else []  # before, all is seen
-                assert stream.ids[start:stop].tolist() == expected
+    expected = []
+    for array in arrays:  # before the fourth token all is seen
+        expected += [[sorted(row[i.index].tolist()) if p >= 3 else [] for i in LAYERS] for p, row in enumerate(array)]
+        expected.append(None)
+    assert sets_of(stream) == expected
 
 
 def changed(place, value):
     arrays = returned()
     arrays[0][place] = value
     return arrays
-
-
-REFUSED = {
-    "of the pool": (changed((5, 0, 0), 40_000), "go from -1 to 40000.*SGLANG_DSA_FUSE_TOPK=0"),
-    "not seen yet": (changed((1, 0), [0, 5, -1]), "some that it does not see.*SGLANG_DSA_FUSE_TOPK=0"),
-    "too few": (changed((5, 0), [2, 0, -1]), "has 2 choices.*SGLANG_DSA_FUSE_TOPK=0"),
-    "one row less": ([returned()[0][:-1], *returned()[1:]], "have 5 rows; expected 6"),
-    "no base64": (["!", *returned()[1:]], "are not base64"),
-    "of one token": ([returned()[0], base64.b64encode(b"\0" * 8).decode(), returned()[2]], "sequence 1 are 8 bytes"),
-    "floats": ([returned()[0].astype(float), *returned()[1:]], "dtype float64; expected integers"),
-}
-
-
-@pytest.mark.parametrize("broken", REFUSED)
-def test_what_cannot_be_choices_of_these_sequences_is_refused(broken):
-    given, message = REFUSED[broken]
-    with pytest.raises(CaptureError, match=message):
-        with_indexer_choices(TRACE, given, INDEXERS)
-
-
-@pytest.mark.parametrize("indexers", [None, 3, IndexerSpec(3, ()), IndexerSpec(3, LAYERS, heads=2)])
-def test_indexers_that_sglang_has_no_form_for_are_refused(indexers):
-    with pytest.raises(CaptureError, match=r"IndexerSpec.*layer"):
-        with_indexer_choices(TRACE, returned(), indexers)
 
 
 R = wires.rollout(np.random.default_rng(5), prompt=7, response=5)
@@ -97,15 +71,34 @@ def test_an_answer_of_sglang_brings_its_choices(num_layers):
     assert decode(in_process, model=R.spec, indexers=INDEXERS).equals(expected)
 
 
-NOT_READ = {
-    "of unknown indexers": (sglang(OWN), None, "indexers are None; .*: pass indexers="),
-    "of some": ([sglang(OWN), sglang(None)], INDEXERS, "sequence 1 has no choices of indexers"),
-    "a number": (wires.sglang_answer(R, indexer_topk=3) | {"prompt_token_ids": R.prompt}, INDEXERS, "base64 of int32"),
+def put(given, indexers=INDEXERS):
+    return lambda: with_indexer_choices(TRACE, given, indexers)
+
+
+def read(answer, indexers=INDEXERS):
+    return lambda: decode(answer, model=R.spec, indexers=indexers)
+
+
+NUMBER = wires.sglang_answer(R, indexer_topk=3) | {"prompt_token_ids": R.prompt}
+REFUSED = {
+    "of the pool": (put(changed((5, 0, 0), 40_000)), "go from -1 to 40000.*SGLANG_DSA_FUSE_TOPK=0"),
+    "not seen yet": (put(changed((1, 0), [0, 5, -1])), "some that it does not see.*SGLANG_DSA_FUSE_TOPK=0"),
+    "too few": (put(changed((5, 0), [2, 0, -1])), "has 2 choices.*SGLANG_DSA_FUSE_TOPK=0"),
+    "one row less": (put([returned()[0][:-1], *returned()[1:]]), "have 5 rows; expected 6"),
+    "no base64": (put(["!", *returned()[1:]]), "are not base64"),
+    "of one token": (put([returned()[0], "AAAAAAAAAAA=", returned()[2]]), "sequence 1 are 8 bytes"),
+    "floats": (put([returned()[0].astype(float), *returned()[1:]]), "dtype float64; expected integers"),
+    "no indexers": (put(returned(), None), r"IndexerSpec.*layer"),
+    "indexers of no layer": (put(returned(), IndexerSpec(3, ())), r"IndexerSpec.*layer"),
+    "indexers of heads": (put(returned(), IndexerSpec(3, LAYERS, heads=2)), r"IndexerSpec.*layer"),
+    "unknown indexers": (read(sglang(OWN), None), "indexers are None; .*: pass indexers="),
+    "of some": (read([sglang(OWN), sglang(None)]), "sequence 1 has no choices of indexers"),
+    "a number": (read(NUMBER), "base64 of int32"),
 }
 
 
-@pytest.mark.parametrize("broken", NOT_READ)
-def test_choices_that_cannot_be_read_are_refused(broken):
-    answer, known, message = NOT_READ[broken]
+@pytest.mark.parametrize("broken", REFUSED)
+def test_what_cannot_be_choices_of_these_sequences_is_refused(broken):
+    call, message = REFUSED[broken]
     with pytest.raises(CaptureError, match=message):
-        decode(answer, model=R.spec, indexers=known)
+        call()

@@ -1,8 +1,9 @@
-"""What is refused: malformed routes through every door that can carry them, and answers that are damaged otherwise."""
+"""What is refused: malformed routes at every door that can carry them, damaged answers, and values of any kind."""
 
 import base64
 import json
 import warnings
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -52,14 +53,7 @@ def table(rows, **more):
     return {"data": base64_of(rows.tobytes()), "shape": rows.shape, "dtype": str(rows.dtype), **more}
 
 
-TYPED = {
-    "array": lambda rows: rows,
-    "npy": wires.npy,
-    "table": table,
-    "vllm": in_process,
-    "http": over_http,
-    "verl": verl,
-}
+TYPED = {"array": np.asarray, "npy": wires.npy, "table": table, "vllm": in_process, "http": over_http, "verl": verl}
 """Doors whose rows keep their type."""
 DOORS = TYPED | {"lists": np.ndarray.tolist, "sglang": lambda rows: raw(base64_of(rows.astype("<i4").tobytes()))}
 
@@ -70,13 +64,6 @@ def edited(where, value):
     return rows
 
 
-def with_draft(place):
-    """Routes in a layer more than the model has."""
-    rows = np.concatenate([ALL, ALL[:, :1]], axis=1)
-    rows[:, place] = ALL[:, 2][::-1]
-    return rows
-
-
 TWICE = "position 3, decoder 2 has expert ids .4, 4, 1.: an expert is picked twice"
 MALFORMED = {
     "zeros": (ALL * 0, "nothing but zeros in 4 of 4 layers .*enforce_eager|no row of the output has a route"),
@@ -84,11 +71,9 @@ MALFORMED = {
     "an expert twice": (edited(np.s_[3, 2], [4, 4, 1]), TWICE),
     "an expert too many": (edited(np.s_[3, 2, 0], 16), "from 0 to 16; expected 0 to 15.*physical ids"),
     "a layer of -1": (edited(np.s_[3, 2], -1), "from -1 to 15; expected 0 to 15.*, or bytes"),
-    "layers of -1": (edited(np.s_[3, 2:], -1), "ids from -1 .*not filled.* a row that was never routed is -1"),
     "a pick of -1": (edited(np.s_[3, 2, 1], -1), "ids from -1 .*not filled.* a row that was never routed is -1"),
     "a dense layer": (edited(np.s_[:, 0], [1, 2, 3]), "decoder layer 0, which the spec says is dense"),
-    "a draft before": (with_draft(0), "routes in decoder layer 0, which the spec says is dense"),
-    "a draft behind": (with_draft(5), "routes in decoder layer 5, which the spec says is dense.*draft or MTP layer"),
+    "a layer more": (np.concatenate([ALL, ALL[:, 2:3]], 1), "decoder layer 5, which the .*dense.*draft or MTP layer"),
     **{f"{n} layers": (ALL[:, :n], f"have {n} layers; expected 4 .*, or all .*, 5 or more") for n in (1, 2, 3)},
     "other picks": (ALL[..., :2], "has 2 picks in a row; expected top_k = 3|440 bytes without a shape"),
     "too few rows": (ALL[:10], "has 10 rows for 12 tokens.*expected 11.*Rows are missing|600 bytes without a shape"),
@@ -113,55 +98,35 @@ def test_malformed_routes_are_refused_at_every_door(malformed, door):
 def test_ids_of_a_type_that_is_too_narrow_for_the_model(door, experts, dtype):
     """Each row is possible: two ids, which are those of the model less 256."""
     r = wires.rollout(RNG, experts=experts, top_k=2, dense=0)
-    output = TYPED[door](r.all_layers().astype(dtype))
-    refused(
-        output,
-        rf"ids of {dtype}, which cannot tell {experts} experts apart; expected uint",
-        model=r.spec,
-        token_ids=None if door in ("vllm", "http", "verl") else R.tokens,
-    )
-
-
-def lists(change):
-    rows = R.routes_RLK.tolist()
-    change(rows)
-    return rows
+    words = rf"ids of {dtype}, which cannot tell {experts} experts apart; expected uint"
+    tokens = None if door in ("vllm", "http", "verl") else R.tokens
+    refused(TYPED[door](r.all_layers().astype(dtype)), words, model=r.spec, token_ids=tokens)
 
 
 def pick(value):
-    return lists(lambda rows: rows[1][2].__setitem__(0, value))
+    rows = R.routes_RLK.tolist()
+    rows[1][2][0] = value
+    return rows
 
 
 def choice(**changes):
     return wires.vllm_answer(R, **changes)["choices"][0]
 
 
-class Answer:
-    """As HTTP libraries have it, before its text is read."""
-
-    status_code = 200
-
-    def json(self):
-        return {"choices": [choice()]}
-
-
 ABORTED = choice(finish_reason="abort", routed_experts=None, token_ids=[])
 ROWS = np.zeros((1, 2, 3), np.uint8)
+NO_MASKS = np.ones((1, 12)), np.full((1, 12), 2), np.arange(12)[None] != 4
 A_TABLE = "expected base64, the axes, and one of int8"
 NO_NPY = "expected version 1 with an integer array"
 DAMAGED = [
     # without routes
     ({"choices": [choice(), choice(routed_experts=None)]}, r"choice 1 has no routed_experts in \['finish_"),
     ({"error": {"message": "no tokenizer, " * 9, "code": 400}}, "is an error of the engine: '(no tokenizer, ){9}';"),
-    (
-        [{"choices": [choice()]}, {"choices": [ABORTED]}],
-        "output 1: choice 0 was aborted .finish_reason abort.*; leave it",
-    ),
+    ([{"choices": [choice()]}, {"choices": [ABORTED]}], "output 1: choice 0 was aborted .*reason abort.*; leave it"),
     ([wires.sglang(R), {"meta_info": {"finish_reason": {"type": "abort"}}}], "output 1: the answer was aborted"),
-    (Answer(), "response object of an HTTP library"),
+    (SimpleNamespace(status_code=200, json=dict), "response object of an HTTP library"),
     ("k05VTVBZ*", "the routes are not base64"),
-    (None, "is None, which is empty"),
-    ({}, "which is empty"),
+    *((each, f"is {each}, which is empty") for each in (None, {})),
     ({"meta_info": {}}, "has no routed_experts in .*; start the engine"),
     # of no form, or of two
     ("{", "the text, which may have been cut, is not JSON"),
@@ -169,10 +134,7 @@ DAMAGED = [
     (np.zeros((2, 3, 4, 2), int), r"do not say what is padding: RoutingTrace.from_padded takes them"),
     ([raw(""), ROWS], "mix forms .array, sglang."),
     ({"routed_experts": ROWS[None], "input_ids": ROWS[0]}, "lacks position_ids"),
-    *(
-        (wires.verl([R]) | {"attention_mask": mask}, "attention_mask")
-        for mask in (np.ones((1, 12)), np.full((1, 12), 2), np.arange(12)[None] != 4)
-    ),
+    *((wires.verl([R]) | {"attention_mask": mask}, "attention_mask") for mask in NO_MASKS),
     # text and bytes
     *((raw(text), "not base64") for text in ("AAAA*AAA", "AAAAA", "AAAA\nAAAA")),
     *((wires.npy(ROWS.astype(dtype)), NO_NPY) for dtype in (np.float32, object, ">i4")),
@@ -181,7 +143,7 @@ DAMAGED = [
     # arrays and nested lists
     (np.zeros((11, 4, 3)), "dtype float64"),
     (np.zeros((11, 13), int), r"shape \(11, 13\); expected .rows, layers, picks., or"),
-    (lists(lambda rows: rows[1].__setitem__(2, "abc")), "lists that hold str"),
+    (pick("abc"), "lists that hold str"),
     (pick(True), "lists that hold bool; expected whole numbers"),
     (pick(1 << 70), "dtype object; expected integers"),
     # tables
@@ -218,10 +180,7 @@ TOLD = [
     *((DOORS[door](ALL), {"valid": np.ones(11, bool)}, "valid is for routes alone") for door in ("sglang", "verl")),
     # models
     (ALL, {"model": "folder"}, r"the model is a str; expected a RoutingSpec: .*ServedModel.at\(FOLDER\).spec"),
-    *(
-        (ALL, {"model": fr.RoutingSpec(8, 2, (fr.RoutedLayer(0), other))}, "lists MTP or draft layers")
-        for other in BESIDE
-    ),
+    *((ALL, {"model": fr.RoutingSpec(8, 2, (fr.RoutedLayer(0), each))}, "MTP or draft layers") for each in BESIDE),
     (R.routes_RLK[:, :2], {"model": ROUTERS}, "have 2 layers; expected 4 .*with one column for each"),
 ]
 
@@ -265,9 +224,7 @@ def test_a_sequence_that_a_verl_batch_cut_has_routes_for_its_last_token():
         decode(alone, model=rollouts[0].spec)
 
 
-@pytest.mark.parametrize(
-    ("experts", "layers", "is_told"), [(16, 3, False), (20, 3, True), (32, 4, True), (32, 2, False)]
-)
+@pytest.mark.parametrize(("experts", "layers", "is_told"), [(16, 3, False), (20, 3, True), (32, 2, False)])
 def test_a_spec_of_more_experts_than_are_ever_picked_is_warned_of(experts, layers, is_told):
     """Few layers tell nothing: a router that picks groups of experts may pick the first ones for all of a prompt."""
     found = wires.rollout(np.random.default_rng(7), layers=layers, prompt=40)
@@ -279,3 +236,66 @@ def test_a_spec_of_more_experts_than_are_ever_picked_is_warned_of(experts, layer
     words = f"no layer picks an expert above 15 of {experts}"
     assert [str(each.message).partition(";")[0] for each in told] == [words] * is_told
     assert all(each.filename == __file__ for each in told)
+
+
+DEEP: list = []
+for _ in range(100_000):
+    DEEP = [DEEP]
+ENDLESS: list = []
+ENDLESS.append(ENDLESS)
+
+
+class Raises:
+    """An object of which nothing can be asked."""
+
+    def __getattr__(self, name):
+        raise RuntimeError(f"no {name}")
+
+    def __repr__(self):
+        raise RuntimeError("no repr")
+
+
+SCALARS = [None, True, 5, float("nan"), 10**5000, "", b"\xff", object(), Raises(), {1, 2}, range(3)]
+HOSTILE = [
+    *((), DEEP, ENDLESS, [None], [Raises()], {"choices": DEEP}, {"choices": ENDLESS}, {"routed_experts": Raises()}),
+    *({"meta_info": DEEP}, {"outputs": np.zeros(3)}, {"sglext": np.zeros(3)}),
+    {"routed_experts": {"data": DEEP, "shape": DEEP, "dtype": DEEP}},
+    {"meta_info": {"routed_experts": "AAAA", "output_token_sampling_mask": DEEP, "indexer_topk": DEEP}},
+    *([[[{1: DEEP}]]], [[[10**5000]]], '{"a":' * 60_000, "[[[" + "1" * 5000 + "]]]", "\ud800"),
+    SimpleNamespace(batch={"routed_experts": 1, "input_ids": 2, "attention_mask": 3}),
+    *(np.array(5), np.array([None]), np.zeros((11, 4, 3), bool), np.zeros((11, 4, 3), "datetime64[s]")),
+    np.full((11, 4, 3), 1 << 63, np.uint64),
+    np.ma.masked_array(R.routes_RLK, mask=R.routes_RLK == 1),
+    [{"meta_info": {"routed_experts": "AAAA"}}, [{"meta_info": {}}]],
+]
+IDS = {"ids": lambda value: type(value).__name__}
+
+
+@pytest.mark.parametrize("output", [*SCALARS, *HOSTILE], **IDS)
+def test_hostile_output(output):
+    with pytest.raises(CaptureError) as error:
+        decode(output, model=R.spec, token_ids=R.tokens)
+    assert len(str(error.value)) < 600
+
+
+COMMON = [2.5, "1", [], object(), Raises(), np.array([1, 2]), DEEP, np.bool_(True), 10**5000]
+NUMBERS = {"start": [*COMMON, -1, 12], "weight_version": [*COMMON, None, -2, 2**31]}
+
+
+@pytest.mark.parametrize(("name", "value"), [(name, value) for name in NUMBERS for value in NUMBERS[name]], **IDS)
+def test_hostile_numbers(name, value):
+    with pytest.raises(CaptureError, match=f"{name}|position"):
+        decode(R.routes_RLK[1:], model=R.spec, token_ids=R.tokens, **{"start": 1, name: value})
+
+
+TOKENS = [value for value in SCALARS if value is not None]
+TOKENS += [[*R.tokens[:-1], last] for last in (True, 1.0, "7", None, -1, 2**31, 10**5000)]
+TOKENS += [[], {}, set(R.tokens), DEEP, ENDLESS, [Raises()] * 12, [R.tokens, R.tokens], [[R.tokens]]]
+TOKENS += [np.array(R.tokens, float), np.ones(12, bool), np.array(7)]
+
+
+@pytest.mark.parametrize("tokens", TOKENS, **IDS)
+def test_hostile_tokens(tokens):
+    with pytest.raises(CaptureError, match="token") as error:
+        decode(R.routes_RLK, model=R.spec, token_ids=tokens)
+    assert len(str(error.value)) < 400

@@ -1,5 +1,6 @@
 """The model, the prompts and the reference of the tests with an engine."""
 
+from dataclasses import replace
 from functools import cache
 
 import numpy as np
@@ -9,24 +10,14 @@ from foreroute.adapters import hf
 from foreroute.capture import Sampling
 from foreroute.trace import concatenate
 
-SIZES = {
-    "vocab_size": 64,
-    "hidden_size": 64,
-    "num_hidden_layers": 3,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    # vLLM's attention on the CPU has no kernel for smaller heads
-    "head_dim": 32,
-    "moe_intermediate_size": 64,
-    "num_experts": 16,
-    "num_experts_per_tok": 4,
-    "norm_topk_prob": True,
-    "initializer_range": 0.3,
-    "max_position_embeddings": 256,
-    "tie_word_embeddings": False,
-}
+SIZES = {"vocab_size": 64, "hidden_size": 64, "num_hidden_layers": 3, "num_attention_heads": 4}
+SIZES |= {"num_key_value_heads": 2, "moe_intermediate_size": 64, "num_experts": 16, "num_experts_per_tok": 4}
+SIZES |= {"norm_topk_prob": True, "max_position_embeddings": 256, "tie_word_embeddings": False}
+SIZES |= {"initializer_range": 0.3, "head_dim": 32}  # vLLM's attention on the CPU has no kernel for smaller heads
 END = 3
 SAMPLING = Sampling(max_new_tokens=30, end_token=END, temperature=0.8)
+SAMPLED = replace(SAMPLING, max_new_tokens=5)
+"""As answers were recorded."""
 
 
 @cache

@@ -1,47 +1,47 @@
 """What every engine must do: one table, run by the embedded engine and by the clients of vLLM's and SGLang's servers.
 
 A client does not believe its server. What a server may say that is not so is told in words of no engine, and written
-into the recorded answers of each.
+into the recorded answers of each; and any field of an answer may be anything.
 """
 
+import copy
+import json
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
+from pathlib import Path
 
 import numpy as np
 import pytest
 
 from foreroute.adapters.checkpoint import ServedModel
-from foreroute.capture import Sampling
+from foreroute.capture import decode
 from foreroute.engines import sglang, vllm
+from foreroute.engines.base import Request
 from foreroute.engines.embedded import EmbeddedEngine
+from foreroute.engines.http import Answer
 from foreroute.errors import CaptureError, ConfigError, EngineError
 from foreroute.trace import SAMPLING
 from foreroute.train import parse_config
 from foreroute.train.policy import make_engine
-from tests.engines.recorded_answers import serving
+from tests.engines.recorded_answers import assert_routes, payload, serving
 from tests.engines.sglang import test_sglang as of_sglang
-from tests.engines.small_policy import END, policy, seeded
+from tests.engines.small_policy import END, SAMPLED, SIZES, policy, seeded
 from tests.engines.vllm import test_engine as of_vllm
 from tests.tiers import grid
+from tests.traces import sets_of
 
 PROMPTS = [of_vllm.PROMPT, of_vllm.PROMPT[::-1].copy()]
-SAMPLED = Sampling(max_new_tokens=5, end_token=END, temperature=0.8)
-MASKED = of_vllm.SETTINGS | {"model_config": of_vllm.SETTINGS["model_config"] | {"return_sampling_mask": True}}
 
 
 class VLLM:
-    """Its server, and how one answer of it says what it says."""
+    """Its client, its server, and how one answer of it says what it says."""
 
     client = vllm.VLLMEngine
-
-    def __init__(self):
-        self.server = of_vllm.Server("generate_masks", **{of_vllm.INFO: {"vllm_config": MASKED}})
-
-    def tell(self, lie):
-        self.server.lie = lie and (lambda answer: self._changed(answer, lie))
+    server = partial(of_vllm.Server, "generate_masks", **{of_vllm.INFO: {"vllm_config": of_vllm.MASKED}})
 
     @staticmethod
-    def _changed(answer, lie):
+    def changed(lie, answer):
         (choice,) = answer["choices"]
         steps = choice["logprobs"]["content"]
         said = {
@@ -56,20 +56,13 @@ class VLLM:
         answer |= {"request_id": said["id"], "prompt_token_ids": said["prompt"]}
         choice |= {"token_ids": said["tokens"], "finish_reason": said["reason"], "weight_versions": said["weights"]}
         choice["logprobs"]["content"] = [{"token": f"token_id:{token}", "logprob": own} for own, token in said["steps"]]
-        return answer
 
 
 class SGLang:
-    client = sglang.SGLangServerEngine
-
-    def __init__(self):
-        self.server = of_sglang.Server()
-
-    def tell(self, lie):
-        self.server.lie = lie and (lambda answer: self._changed(answer, lie))
+    client, server = sglang.SGLangServerEngine, of_sglang.Server
 
     @staticmethod
-    def _changed(answer, lie):
+    def changed(lie, answer):
         meta = answer["meta_info"]
         said = {
             "id": meta["id"],
@@ -84,7 +77,6 @@ class SGLang:
         meta |= {"id": said["id"], "weight_versions": said["weights"], "finish_reason": {"type": said["reason"]}}
         meta |= {"prompt_tokens": said["prompt"] and len(said["prompt"])}
         meta |= {"output_token_logprobs": [[own, token, None] for own, token in said["steps"]]}
-        return answer
 
 
 SERVED = {"vllm": VLLM, "sglang": SGLang}
@@ -101,9 +93,9 @@ def open_engine(name, routed, folder):
     if name == "embedded":
         yield EmbeddedEngine(routed.model, "float32"), None
         return
-    of_server = SERVED[name]()
-    with serving(of_server.server) as at:
-        yield of_server.client(ServedModel.of(routed), at.url, weights_folder=folder, timeout_s=5), of_server
+    server = SERVED[name].server()
+    with serving(server) as at:
+        yield SERVED[name].client(ServedModel.of(routed), at.url, weights_folder=folder, timeout_s=5), server
 
 
 @pytest.fixture(params=["embedded", *SERVED])
@@ -133,10 +125,9 @@ def test_each_request_is_answered_in_order_under_the_weights_that_were_loaded_la
 def test_sets_come_where_tokens_are_left_out(engine, routed):
     engine.load_weights(routed.model.state_dict(), 3)
     got = engine.generate(PROMPTS[:1], replace(SAMPLED, top_p=0.9), seeded())
-    masks = got.trace.streams[SAMPLING]
-    assert np.flatnonzero(masks.valid_N).tolist() == [*range(7, 7 + got.response_lengths[0])]
-    sets = [masks.ids[masks.offsets[row] : masks.offsets[row + 1]].tolist() for row in np.flatnonzero(masks.valid_N)]
-    assert all(token in ids for token, ids in zip(got.response(0).tolist(), sets, strict=True))
+    sets = sets_of(got.trace.streams[SAMPLING])
+    assert [row for row, each in enumerate(sets) if each] == [*range(7, 7 + got.response_lengths[0])]
+    assert all(token in ids for token, (ids,) in zip(got.response(0).tolist(), sets[7:-1], strict=True))
     assert not engine.generate(PROMPTS[:1], replace(SAMPLED, temperature=0), seeded()).trace.streams
 
 
@@ -148,7 +139,7 @@ def test_nothing_to_go_on_from_is_refused(engine, prompts):
 
 @pytest.mark.parametrize("name", SERVED)
 def test_a_configuration_names_the_server(name, routed, tmp_path):
-    with serving(SERVED[name]().server) as at:
+    with serving(SERVED[name].server()) as at:
         place = {"url": at.url, "weights_folder": str(tmp_path / "weights"), "timeout_s": 5.0}
         values = {"name": "x", "rollout": {"engine": name, "server": place}}
         with make_engine(parse_config(values, source="this test"), routed) as engine:
@@ -206,16 +197,10 @@ LIES = {
     # of another request, prompt or sequence
     "an answer given twice": (of_the_first(), "answers the request"),
     "another id": (stated(id="x"), "answers the request 'x'"),
-    "another prompt": (
-        stated(prompt=[1, 2, 3]),
-        "tokenizer or template of its own|a prompt of 3 tokens, it was sent 8",
-    ),
+    "another prompt": (stated(prompt=[1, 2, 3]), "tokenizer or template|a prompt of 3 tokens, it was sent 8"),
     "log-probs of other tokens": (step(1, token=9), "token of each log-prob"),
     "a log-prob too few": (lambda said: said["steps"].pop(), "token of each log-prob"),
-    "other weights": (
-        stated(weights=[{"version": "2", "start": 0, "end": 5}]),
-        "version 2, the trainer loaded version 3",
-    ),
+    "other weights": (stated(weights=[{"version": "2", "start": 0, "end": 5}]), "version 2, .* loaded version 3"),
     # tokens and ends that cannot be
     "token 64": (sampled(1, 64), "sampled token 64, the policy knows those below 64"),
     "token -1": (sampled(1, -1), r"a list of integers|sampled token -1"),
@@ -232,18 +217,95 @@ LIES = {
 
 @pytest.fixture(scope="module", params=SERVED)
 def asked(request, routed, tmp_path_factory):
-    with open_engine(request.param, routed, tmp_path_factory.mktemp("weights")) as (engine, of_server):
+    with open_engine(request.param, routed, tmp_path_factory.mktemp("weights")) as (engine, server):
         engine.load_weights(routed.model.state_dict(), version=3)
-        yield of_server, lambda: engine.generate(PROMPTS, SAMPLED, seeded())
+
+        def ask(lie=lambda said: None):
+            server.lie = partial(SERVED[request.param].changed, lie)
+            return engine.generate(PROMPTS, SAMPLED, seeded())
+
+        yield ask
         engine.close()
 
 
 @grid("lie", LIES, quick=8)
 def test_an_answer_that_is_none_to_its_question_is_refused(asked, lie):
-    of_server, ask = asked
     told, said = LIES[lie]
-    of_server.tell(lambda _: None)
-    assert len(ask()) == 2  # the control: without the lie it is taken
-    of_server.tell(told)
+    assert len(asked()) == 2  # the control: without the lie it is taken
     with pytest.raises((EngineError, CaptureError), match=said):
-        ask()
+        asked(told)
+
+
+DATA = Path(__file__).parent
+WRONG = [None, True, -1, 1.5, float("nan"), 10**400, "x", "7" * 5000, [], [[]], [None], {}, {"x": 1}]
+
+
+def places(value, path=()):
+    """The path of everything in a JSON value."""
+    yield path
+    parts = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
+    for name, part in parts:
+        yield from places(part, (*path, name))
+
+
+def replaced(value, path, by):
+    if not path:
+        return by
+    changed = copy.deepcopy(value)
+    inner = changed
+    for name in path[:-1]:
+        inner = inner[name]
+    inner[path[-1]] = by
+    return changed
+
+
+def recorded(engine):
+    """A recorded answer with its request, and what reads both."""
+    record = payload(DATA / engine / "data" / "generate.json")
+    served = ServedModel(record["spec"], None, 64)
+    if engine == "vllm":
+        answer, prompt = record["response"] | {"request_id": "r"}, record["request"]["token_ids"]
+        answer["prompt_token_ids"] = prompt
+    else:
+        answer, prompt = record["response"], record["request"]["input_ids"]
+        answer["meta_info"] |= {"id": "r", "weight_versions": [{"version": "default", "start": 0, "end": 5}]}
+    request = Request("r", np.array(prompt, np.int32), SAMPLED, 0)
+
+    def read(value):
+        found = Answer(value, "the answer")
+        if engine == "vllm":
+            response = vllm.read_response(found, request, echoes=True)
+        else:
+            response = sglang.read_response(found, request)
+        return response.to_trace(request, served, loaded=()), response.logprobs
+
+    return json.loads(json.dumps(answer)), read
+
+
+@pytest.mark.parametrize("path", sorted(DATA.glob("*/data/*.json")), ids=lambda path: f"{path.parts[-3]} {path.stem}")
+def test_recorded_answers_decode_to_the_routes_of_the_model(path):
+    record = payload(path)
+    asked = record["request"]
+    start = asked.get("routed_experts_prompt_start", asked.get("routed_experts_start_len", 0))
+    known = {"model": record["spec"], "vocabulary_size": SIZES["vocab_size"], "token_ids": record["tokens"]}
+    trace = decode(record["response"], **known, start=start)
+    assert_routes(trace, record, start=start)
+    assert trace.provenance["wire"] == path.parts[-3]
+
+
+@pytest.mark.parametrize("engine", ["vllm", "sglang"])
+def test_every_field_of_an_answer_may_be_anything(engine):
+    answer, read = recorded(engine)
+    (known, _), refused = read(copy.deepcopy(answer)), set()
+    for path in places(answer):
+        for wrong in WRONG:
+            try:
+                trace, logprobs = read(replaced(answer, path, wrong))
+            except (EngineError, CaptureError):
+                refused.add(path)
+            else:
+                assert np.array_equal(trace.token_ids_N, known.token_ids_N)
+                assert np.array_equal(trace.expert_ids_NLK, known.expert_ids_NLK)
+                assert (logprobs <= 1e-3).all()
+    needed = ("choices", 0, "logprobs", "content", 2) if engine == "vllm" else ("meta_info", "output_token_logprobs", 2)
+    assert {needed} < refused  # the control

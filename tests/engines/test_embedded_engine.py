@@ -16,10 +16,10 @@ from foreroute.testing.models import tiny
 from foreroute.trace import SAMPLING
 from tests.adapters.hf.families import FAMILIES, SPARSE, build
 from tests.adapters.hf.model_runs import with_lora
-from tests.engines.small_policy import forward, require_routes, response_logprobs
+from tests.engines.small_policy import END, forward, require_routes, response_logprobs
 from tests.tiers import grid
+from tests.traces import sets_of
 
-END = 3
 PROMPTS = [np.array(p, np.int32) for p in ([5, 6, 7, 8], [9, 10], [11, 12, 13, 14], [15, 16])]
 
 
@@ -86,6 +86,8 @@ def test_what_the_engine_cannot_take_is_refused():
         engine.generate([np.array([5])], Sampling(1, -1, 1), 0)
     with pytest.raises(ConfigError, match=f"end_token is {size}; the model knows tokens 0 to {size - 1}"):
         sampled(engine, end_token=size)
+    with pytest.raises(ConfigError, match="group_size"):
+        sampled(engine, group_size=2.5)
     assert sampled(engine, end_token=-1).response_lengths.tolist() == [7] * 12
     with pytest.raises(ConfigError, match=r"given a .* with adapters; .* Merge adapters"):
         EmbeddedEngine(with_lora(model))
@@ -163,11 +165,10 @@ def test_masks_are_the_sets_that_tokens_were_drawn_from(kept):
         first, rows = int(generation.prompt_lengths[s]), np.arange(*trace.offsets[s : s + 2])
         own = masks.take(rows)
         assert own.valid_N.tolist() == [first - 1 <= p < len(tokens) - 1 for p in range(len(tokens))]
-        for p in np.flatnonzero(own.valid_N):
-            assert set(own.ids[own.offsets[p] : own.offsets[p + 1]].tolist()) == kept_by_hand(
-                logits[p].double(), **kept
-            )
-            masses.append(logits[p].softmax(-1)[own.ids[own.offsets[p] : own.offsets[p + 1]]].sum().item())
+        for p, sets in enumerate(sets_of(own)):
+            for ids in sets or ():
+                assert {*ids} == kept_by_hand(logits[p].double(), **kept)
+                masses.append(logits[p].softmax(-1)[ids].sum().item())
         predicting = np.flatnonzero(own.valid_N)
         logprobs.append(masked_logprobs_of_logits(logits[predicting], tokens[predicting + 1], own.take(predicting)))
     assert np.mean(masses) < 0.95
@@ -176,9 +177,7 @@ def test_masks_are_the_sets_that_tokens_were_drawn_from(kept):
     assert generation.select([1, 0]).trace.equals(trace.select([1, 0]))
 
 
-@pytest.mark.parametrize(
-    "wrong", [{"top_p": 0.0}, {"min_p": 1.0}, {"top_p": 0.5, "temperature": 0}, {"group_size": 2.5}, {"top_k": True}]
-)
+@pytest.mark.parametrize("wrong", [{"top_p": 0.0}, {"min_p": 1.0}, {"top_p": 0.5, "temperature": 0}, {"top_k": True}])
 def test_truncations_that_cannot_be_are_refused(wrong):
     with pytest.raises(ConfigError, match=next(iter(wrong))):
         Sampling(max_new_tokens=3, end_token=END, **wrong)

@@ -1,19 +1,20 @@
-"""The container: what the safetensors library reads and writes, in the same bytes each time, and checked whole."""
+"""The container: what the safetensors library reads and writes, and what follows from the declaration of a format."""
 
 import json
+import os
 from hashlib import blake2b
 from io import BytesIO
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.extra.numpy import array_shapes, arrays
 from safetensors import SafetensorError
 from safetensors.numpy import load, save
 
-from foreroute.errors import InputError
-from foreroute.files.container import DTYPES, TensorFile, checksum, tensors_to_bytes
+from foreroute.errors import InputError, PlanError
+from foreroute.files.container import DTYPES, FileFormat, TensorFile, TensorSchema, checksum, tensors_to_bytes
 
 TENSORS = {"a": np.arange(12, dtype=np.int32).reshape(6, 2), "b": np.arange(5, dtype=np.float64), "c": np.ones(3, "u1")}
 TEXTS = st.text(st.characters(exclude_categories=["Cs"]), max_size=6)
@@ -50,6 +51,7 @@ def read(content):
         return file.metadata, {name: file.read(name) for name in file.tensors}
 
 
+@settings(max_examples=60)
 @given(SOME_TENSORS, st.dictionaries(TEXTS, TEXTS, max_size=3))
 def test_what_is_written_is_read_here_and_by_the_library(tensors, metadata):
     content = tensors_to_bytes(metadata, tensors)
@@ -61,11 +63,6 @@ def test_what_is_written_is_read_here_and_by_the_library(tensors, metadata):
     assert same(read(save(tensors, metadata=metadata or None))[1], tensors)
     with TensorFile(Held(content), InputError) as file:  # so that it can be mapped, whatever the text before
         assert all(stored.start % stored.dtype.itemsize == 0 for stored in file.tensors.values())
-
-
-def test_a_tensor_of_a_type_that_the_container_lacks_is_refused():
-    with pytest.raises(InputError, match=r"tensor.*complex128"):
-        tensors_to_bytes({}, {"z": np.zeros(2, np.complex128)})
 
 
 @pytest.mark.parametrize("as_source", [True, False])
@@ -87,25 +84,17 @@ def test_a_part_of_a_tensor_is_read_and_nothing_else(tmp_path, as_source):
                 file.read("a", start, stop)
 
 
-@pytest.mark.parametrize(
-    "header",
-    [
-        *({"__metadata__": {"a": "\ud800"}}, {"__metadata__": {"\ud800": "a"}}, {"\ud800": {}}),
-        *({"__metadata__": {"a": 1}}, {"__metadata__": ["a"]}, ["a"]),
-    ],
-)
-def test_headers_that_are_no_text_are_refused(header):
-    text = json.dumps(header).encode()
-    with pytest.raises(InputError, match=r"text|strings|no.*safetensors"):
-        TensorFile(Held(len(text).to_bytes(8, "little") + text), InputError)
-
-
-def test_a_header_that_is_longer_than_allowed_is_not_read():
+def test_what_the_container_does_not_hold_is_refused():
+    """Headers that are no text or too long, other types, and truth values that are not 0 or 1."""
+    halves = {"__metadata__": {"a": "\ud800"}}, {"__metadata__": {"\ud800": "a"}}, {"\ud800": {}}
+    for header in (*halves, {"__metadata__": {"a": 1}}, {"__metadata__": ["a"]}, ["a"]):
+        text = json.dumps(header).encode()
+        with pytest.raises(InputError, match=r"text|strings|no.*safetensors"):
+            TensorFile(Held(len(text).to_bytes(8, "little") + text), InputError)
     with pytest.raises(InputError, match=r"a header of \d+ bytes; expected 100 at most"):
         TensorFile(Held(tensors_to_bytes({"who": "x" * 100}, {})), InputError, most_header_bytes=100)
-
-
-def test_truth_values_are_0_and_1():
+    with pytest.raises(InputError, match=r"tensor.*complex128"):
+        tensors_to_bytes({}, {"z": np.zeros(2, np.complex128)})
     content = tensors_to_bytes({}, {"a": np.array([False, True])})
     assert read(content)[1]["a"].tolist() == [False, True]
     with pytest.raises(InputError, match="truth values"):
@@ -127,8 +116,8 @@ def test_the_header_is_refused_wherever_the_library_refuses_it(tmp_path):
             except InputError:
                 continue
             assert expected is not None, (place, byte)
-            assert {name: tensor.tobytes() for name, tensor in seen.items()} == {
-                name: tensor.tobytes() for name, tensor in expected.items()
+            assert {name: each.tobytes() for name, each in seen.items()} == {
+                k: v.tobytes() for k, v in expected.items()
             }
             accepted += 1
     assert accepted
@@ -141,3 +130,63 @@ def test_the_checksum_is_what_its_page_says():
     fields = [b"2", b"a", b"", b"b", "ü".encode(), b"x", b"F32", b"0x2", b"", b"y", b"U16", b"1x3", b"\1\0\2\0\3\0"]
     hashed = b"".join(str(len(field)).encode() + b":" + field for field in fields)
     assert checksum(metadata, tensors) == blake2b(hashed, digest_size=16).hexdigest()
+
+
+FORMAT = FileFormat(
+    name="song",
+    version=4,
+    error=PlanError,
+    metadata=("title",),
+    tensors={"pitch_NV": TensorSchema("U8 U16", "NV"), "length_N": TensorSchema("F32", "N")},
+    made_by="somebody sings songs",
+    apart=("length_N",),
+)
+TITLE = {"title": "Ü\n"}
+SONG = {"pitch_NV": np.arange(6, dtype=np.uint8).reshape(3, 2), "length_N": np.ones(3, np.float32)}
+
+
+def forged(metadata=(), tensors=(), without=()):
+    """A file with a right checksum, whatever it holds; a source in memory."""
+    held = {"foreroute.song": "4", "foreroute.title": "x", **dict(metadata)}
+    held = {key: value for key, value in held.items() if key not in without}
+    there = {name: tensor for name, tensor in {**SONG, **dict(tensors)}.items() if name not in without}
+    ours = {key: value for key, value in held.items() if key.startswith("foreroute.")}
+    covered = {name: tensor for name, tensor in there.items() if name != "length_N"}
+    return BytesIO(tensors_to_bytes({**held, "foreroute.checksum": checksum(ours, covered)}, there))
+
+
+@pytest.mark.parametrize("in_memory", [True, False])
+def test_what_is_written_is_read(tmp_path, in_memory):
+    path = FORMAT.write(tmp_path / "deep" / "song", TITLE, SONG, overwrite=False)
+    content = FORMAT.to_bytes(TITLE, SONG)
+    assert path.read_bytes() == content
+    metadata, tensors = FORMAT.read(BytesIO(content) if in_memory else path)
+    assert metadata == TITLE
+    assert list(tensors) == ["pitch_NV"]  # the other one stands apart
+    assert tensors["pitch_NV"].tobytes() == SONG["pitch_NV"].tobytes()
+    assert FORMAT.is_in(path)
+    assert not FORMAT.is_in(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("source", "message"),
+    [
+        (forged(without=["foreroute.song"]), r"file is no song file: its metadata lack foreroute\.song\. somebody"),
+        (forged({"foreroute.song": "3"}), "opened file is a song file of version 3; this foreroute reads version 4"),
+        (forged({"foreroute.more": ""}), r"its metadata are .*foreroute\.more.*; expected"),
+        (forged(without=["length_N"]), "its tensors are pitch_NV; expected length_N, pitch_NV"),
+        (forged(tensors={"pitch_NV": np.zeros((3, 2))}), "tensor pitch_NV is float64; expected U8 or U16"),
+        (forged(tensors={"pitch_NV": np.zeros(3, np.uint8)}), r"pitch_NV has the shape \[3\]; expected \[N, V\]"),
+        (forged(tensors={"length_N": np.zeros(2, np.float32)}), "length_N has 2 along N, and pitch_NV has 3"),
+    ],
+)
+def test_what_is_not_as_declared_is_refused_by_name(source, message):
+    with pytest.raises(PlanError, match=message):
+        FORMAT.read(source)
+
+
+def test_what_breaks_the_declaration_is_not_written(tmp_path):
+    for tensors in ({**SONG, "more": np.zeros(1)}, {**SONG, "length_N": np.ones(2, np.float32)}):
+        with pytest.raises(PlanError, match=r"song.*written"):
+            FORMAT.write(tmp_path / "song", TITLE, tensors, overwrite=True)
+    assert not os.listdir(tmp_path)

@@ -118,12 +118,10 @@ def test_what_can_be_no_file_is_one_error(tmp_path, name):
     assert (tmp_path / "file").read_bytes() == b"mine"
 
 
-def test_a_place_is_a_path_or_a_url():
+def test_a_place_is_a_path_or_a_url_and_what_fails_at_one_leaves_nothing_and_is_one_error():
     assert as_place("a/b", InputError) == as_place("file://a/b", InputError) == Path("a/b")
     assert as_place("memory://a/b", InputError) == "memory://a/b"
 
-
-def test_what_fails_at_a_url_leaves_nothing_and_is_one_error():
     def interrupted(file):
         file.write(b"half")
         raise KeyboardInterrupt

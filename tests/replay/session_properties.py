@@ -3,25 +3,11 @@
 import re
 from inspect import getsource
 
-from tests.replay import (
-    sessions_arguments,
-    sessions_open_and_close,
-    sessions_recomputation,
-    sessions_rows,
-    sessions_telemetry,
-    sessions_threads,
-)
+from tests.replay import sessions_open_and_close, sessions_recomputation, sessions_rows
 
 PROPERTIES = {
     name.removeprefix("check_"): check
-    for module in (
-        sessions_open_and_close,
-        sessions_recomputation,
-        sessions_threads,
-        sessions_arguments,
-        sessions_rows,
-        sessions_telemetry,
-    )
+    for module in (sessions_open_and_close, sessions_recomputation, sessions_rows)
     for name, check in vars(module).items()
     if name.startswith("check_")
 }

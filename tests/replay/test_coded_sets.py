@@ -1,4 +1,4 @@
-"""Choices as they travel: against the plain sets of a stream, and their bytes against the entropy bound."""
+"""Choices as they travel: against the plain sets of a stream and the entropy bound; ids of 16 bits."""
 
 from math import comb, log2
 
@@ -8,30 +8,14 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+import foreroute as fr
 from foreroute.errors import TraceContentError
-from foreroute.replay import coded_sets
+from foreroute.replay import Policy, TraceOnDevice, coded_sets
 from foreroute.replay.coded_sets import CodedChoices
-from foreroute.trace import DecisionStream, IndexerSpec, RoutedLayer
-from foreroute.trace.streams import MOST_CHOICES
+from foreroute.trace import IndexerSpec, RoutedLayer
+from tests.traces import drawn_choices
 
 LAYERS = (RoutedLayer(1), RoutedLayer(4))
-
-
-def drawn(spec, position_N, rng, present=1.0):
-    """A stream of random choices at these positions, some of them absent; and the units by (row, layer, head)."""
-    valid_N = rng.random(len(position_N)) < present
-    counts, ids, sets = [], [], {}
-    for row, visible in enumerate(spec.num_visible(position_N).tolist()):
-        for layer in range(len(spec.layers)):
-            is_part = valid_N[row] and visible > spec.top_k
-            counts.append(spec.heads * spec.top_k if is_part else 0)
-            for head in range(spec.heads if is_part else 0):
-                units = np.sort(rng.choice(visible, spec.top_k, replace=False))
-                sets[row, layer, head] = units.tolist()
-                ids.append(units * spec.heads + head)
-    counts_ND = np.array(counts).reshape(-1, len(spec.layers))
-    flat = np.concatenate([np.zeros(0, np.int64), *ids])
-    return DecisionStream.from_sets(MOST_CHOICES, valid_N, counts_ND, flat, layers=spec.layers), sets
 
 
 def read(choices, layer):
@@ -55,7 +39,7 @@ def read(choices, layer):
 def test_what_is_read_is_what_was_chosen(seed, top_k, heads, unit, furthest, tile_bits):
     spec, rng = IndexerSpec(top_k, LAYERS, unit, heads), np.random.default_rng(seed)
     position_N = rng.integers(0, furthest + 1, 12)
-    stream, sets = drawn(spec, position_N, rng, present=0.8)
+    stream, sets = drawn_choices(spec, position_N, rng, present=0.8)
     with pytest.MonkeyPatch.context() as tiles:
         tiles.setattr(coded_sets, "TILE_BITS", tile_bits)
         choices = CodedChoices(spec, stream, position_N)
@@ -69,7 +53,7 @@ def test_bytes_are_near_the_bound_over_a_causal_window():
     top_k, window, rng = 256, 4096, np.random.default_rng(0)
     position_N = np.arange(0, window, 15)
     spec = IndexerSpec(top_k, LAYERS[:1])
-    stream, _ = drawn(spec, position_N, rng)
+    stream, _ = drawn_choices(spec, position_N, rng)
     taken = len(CodedChoices(spec, stream, position_N).encoded(0))
     bound = sum(log2(comb(position + 1, top_k)) for position in position_N[position_N >= top_k].tolist()) / 8
     assert 1 <= taken / bound <= 1.2
@@ -85,8 +69,19 @@ def test_bytes_are_near_the_bound_over_a_causal_window():
 )
 def test_choices_that_were_changed_behind_their_check_are_refused(heads, last):
     spec, position_N = IndexerSpec(3, LAYERS, heads=heads), np.array([9, 12])
-    stream, _ = drawn(spec, position_N, np.random.default_rng(4))
+    stream, _ = drawn_choices(spec, position_N, np.random.default_rng(4))
     assert len(stream.ids)
     stream.ids[-1] = last(stream.ids)
     with pytest.raises(TraceContentError, match=r"decoder 4.*checked"):
         CodedChoices(spec, stream, position_N).encoded(1)
+
+
+def test_the_highest_experts_of_the_largest_models_are_replayed():
+    sizes, ids = [(40_000, 2), (65_535, 1)], [[[39_999, 1], [65_534, -1]], [[5, 32_768], [32_767, -1]]]
+    spec = fr.RoutingSpec.of_sizes([fr.RoutedLayer(0), fr.RoutedLayer(1)], sizes)
+    # the second sequence has no route
+    trace = fr.RoutingTrace.from_sequences(spec, [[1, 2], [3]], [ids, np.full((1, 2, 2), -1)])
+    policy = Policy("native", "native", "native", telemetry=False)
+    rows = TraceOnDevice(trace, torch.device("cpu")).gather(torch.tensor([0, 1, -1, 2]), policy)
+    assert rows.ids_LRK.transpose(0, 1).tolist() == [*ids, *[[[-1, -1]] * 2] * 2]
+    assert not rows.is_complete

@@ -13,6 +13,7 @@ from foreroute.replay import rows as uploads
 from foreroute.replay.sampling_masks import masked_entropy_of_logits
 from foreroute.testing.counting_device import DEVICE, other_device
 from foreroute.trace import DecisionStream
+from tests.traces import sets_of
 
 VOCABULARY, WIDTH = 700, 12
 
@@ -35,9 +36,8 @@ def dense(logits_RV, targets_R, masks, temperature):
     """The oracle: -inf outside of the sets, log-softmax over all."""
     scaled = logits_RV[:, : masks.num_choices] / temperature
     left_out = torch.ones(scaled.shape, dtype=torch.bool)
-    for row in range(masks.num_rows):
-        ids = masks.ids[masks.offsets[row] : masks.offsets[row + 1]]
-        left_out[row, ids.tolist() if len(ids) else slice(None)] = False
+    for row, (ids,) in enumerate(sets_of(masks)):
+        left_out[row, ids or slice(None)] = False
     return scaled.masked_fill(left_out, -torch.inf).log_softmax(-1).gather(1, targets_R[:, None])[:, 0]
 
 
@@ -106,9 +106,8 @@ def test_the_entropy_is_that_of_the_dense_computation():
     hidden, head, targets, masks = problem()
     logits = (hidden @ head.T).detach()
     found = masked_entropy_of_logits(logits, targets, masks, temperature=0.7)
-    for row in range(masks.num_rows):
-        ids = masks.ids[masks.offsets[row] : masks.offsets[row + 1]].tolist() or range(masks.num_choices)
-        p = [math.exp(float(logits[row, i]) / 0.7) for i in ids]
+    for row, (ids,) in enumerate(sets_of(masks)):
+        p = [math.exp(float(logits[row, i]) / 0.7) for i in ids or range(masks.num_choices)]
         assert float(found[row]) == pytest.approx(-sum(x / sum(p) * math.log(x / sum(p)) for x in p), abs=1e-12)
 
 

@@ -1,5 +1,6 @@
 """Traces on disk: what comes back, in whole and in part, what is read for it, and what is not accepted."""
 
+from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -25,14 +26,13 @@ def bytes_of(trace, encoding="sets"):
     return FORMAT.to_bytes(*encode(trace, encoding))
 
 
-def as_read(trace, encoding):
-    return trace.without_pick_order() if encoding == "sets" else trace
-
-
-@pytest.fixture
-def small_chunks(monkeypatch):
-    monkeypatch.setattr("foreroute.trace.file.CHUNK_ROWS", 8)
-    monkeypatch.setattr("foreroute.trace.file.MOST_CHUNK_ROWS", 16)
+@contextmanager
+def small_chunks(are_small=True):
+    with pytest.MonkeyPatch.context() as patched:
+        if are_small:
+            patched.setattr("foreroute.trace.file.CHUNK_ROWS", 8)
+            patched.setattr("foreroute.trace.file.MOST_CHUNK_ROWS", 16)
+        yield
 
 
 MAKERS = [
@@ -56,12 +56,9 @@ MAKERS = [
 def test_what_was_saved_is_read_in_whole_and_in_part(seed, encoding, make, decisions, small, data):
     trace = make(seed)
     trace = (with_decisions(trace, seed) if decisions else trace).with_provenance(engine="ünïcode", note="")
-    with pytest.MonkeyPatch.context() as patched:
-        if small:
-            patched.setattr("foreroute.trace.file.CHUNK_ROWS", 8)
-            patched.setattr("foreroute.trace.file.MOST_CHUNK_ROWS", 16)
-            assert len(cut_chunks(trace)) >= trace.num_rows / 16
-        content, expected = bytes_of(trace, encoding), as_read(trace, encoding)
+    with small_chunks(small):
+        assert len(cut_chunks(trace)) >= small * trace.num_rows / 16
+        content, expected = bytes_of(trace, encoding), trace.without_pick_order() if encoding == "sets" else trace
         assert content == bytes_of(replace(trace, streams=dict(reversed(trace.streams.items()))), encoding)
     read = fr.load(CountedBytes(content))
     assert read.equals(expected)
@@ -106,20 +103,18 @@ def archived():
 def test_parts_that_are_not_there_are_refused(tmp_path):
     trace = random_trace(0)
     path = fr.save(trace, tmp_path / "t")
-    with pytest.raises(TraceContentError, match="sequences hold"):
-        fr.load(path, sequences=[len(trace)])
-    with pytest.raises(SpecMismatchError, match=r"routes.*decoder 7"):
-        fr.load(path, layers=[fr.RoutedLayer(7)])
-    with pytest.raises(TraceContentError, match="layer table"):
-        fr.load(path, layers=[])
-    for layers in (fr.RoutedLayer(1), 1, [1]):
-        with pytest.raises(TraceContentError, match="routed layers"):
-            fr.load(path, layers=layers)
-    with pytest.raises(TraceContentError, match=r"stream 'masks'.*routes"):
-        fr.load(path, streams=["masks"])
+    for part, error, words in (
+        ({"sequences": [len(trace)]}, TraceContentError, "sequences hold"),
+        ({"layers": [fr.RoutedLayer(7)]}, SpecMismatchError, r"routes.*decoder 7"),
+        ({"layers": []}, TraceContentError, "layer table"),
+        *(({"layers": layers}, TraceContentError, "routed layers") for layers in (fr.RoutedLayer(1), 1, [1])),
+        ({"streams": ["masks"]}, TraceContentError, r"stream 'masks'.*routes"),
+    ):
+        with pytest.raises(error, match=words):
+            fr.load(path, **part)
 
 
-@pytest.mark.usefixtures("small_chunks")
+@small_chunks()
 def test_a_part_is_checked_and_the_rest_is_not_read():
     trace = with_decisions(synthetic_trace(spec_of(), [8, 8, 8], seed=1), 1)
     metadata, tensors = encode(trace, "sets")

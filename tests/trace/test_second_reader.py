@@ -19,13 +19,10 @@ def opened(raw):
     assert size <= 1 << 20
     head, data = json.loads(raw[8 : 8 + size]), raw[8 + size :]
     metadata = head.pop("__metadata__")
-    tensors = {
-        name: (
-            entry["dtype"],
-            np.frombuffer(data[slice(*entry["data_offsets"])], TYPES[entry["dtype"]]).reshape(entry["shape"]),
-        )
-        for name, entry in head.items()
-    }
+    tensors = {}
+    for name, entry in head.items():
+        flat = np.frombuffer(data[slice(*entry["data_offsets"])], TYPES[entry["dtype"]])
+        tensors[name] = entry["dtype"], flat.reshape(entry["shape"])
     assert set(tensors) == {"lengths", "chunk_rows", "frame_bytes", "content_bytes", "frames"}
     return metadata, tensors
 
@@ -76,10 +73,8 @@ def rows_of_chunk(encoding, layers, streams, contents, count):
     tokens, rest = numbers(contents[0], count, 4)
     versions, valid = numbers(rest, count, 4)
     assert len(valid) == count
-    picks = [
-        picks_of_layer(encoding, *layer[2:], content, valid)
-        for layer, content in zip(layers, contents[1:], strict=False)
-    ]
+    of_layers = zip(layers, contents[1:], strict=False)
+    picks = [picks_of_layer(encoding, *layer[2:], content, valid) for layer, content in of_layers]
     columns, at = [zip(*picks, strict=True)], 1 + len(layers)
     for entry in streams:
         assert entry["kind"] == "sets"
@@ -130,8 +125,8 @@ from hypothesis import given, settings  # noqa: E402
 from hypothesis import strategies as st  # noqa: E402
 
 from foreroute.trace.file import ENCODINGS, FORMAT, encode  # noqa: E402
-from tests.trace.test_streams import sets_of  # noqa: E402
-from tests.traces import mixed_trace, picks_of, random_trace, uneven_trace, with_decisions  # noqa: E402
+from tests.trace.test_file import small_chunks  # noqa: E402
+from tests.traces import mixed_trace, picks_of, random_trace, sets_of, uneven_trace, with_decisions  # noqa: E402
 
 
 @pytest.mark.parametrize("encoding", ENCODINGS)
@@ -144,10 +139,7 @@ from tests.traces import mixed_trace, picks_of, random_trace, uneven_trace, with
 def test_a_reader_written_from_the_page_agrees(encoding, seed, make, small):
     trace = make(seed)
     trace = (with_decisions(trace, seed) if seed % 2 else trace).with_provenance(engine="ünïcode")
-    with pytest.MonkeyPatch.context() as patched:
-        if small:
-            patched.setattr("foreroute.trace.file.CHUNK_ROWS", 8)
-            patched.setattr("foreroute.trace.file.MOST_CHUNK_ROWS", 16)
+    with small_chunks(small):
         metadata, sequences = read(FORMAT.to_bytes(*encode(trace, encoding)))
     trace = trace.without_pick_order() if encoding == "sets" else trace
     picks = picks_of(trace)

@@ -1,4 +1,4 @@
-"""Rows, and decisions beside the routes: cut, joined and read with them, against plain lists and counts by hand."""
+"""Rows, turns, and decisions beside the routes: cut, joined and read with them, against plain lists by hand."""
 
 import numpy as np
 import pytest
@@ -6,26 +6,18 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import foreroute as fr
-from foreroute.errors import SpecMismatchError, TraceContentError
+from foreroute.errors import BatchMismatchError, SpecMismatchError, TraceContentError
 from foreroute.testing.routes import synthetic_trace
-from foreroute.trace import SAMPLING, DecisionStream, IndexerSpec, extended
+from foreroute.trace import NO_VERSION, SAMPLING, DecisionStream, IndexerSpec, RoutingTrace, extended
 from foreroute.trace.checks import as_offsets, join_ranges
-from tests.traces import picks_of, random_trace, spec_of, uneven_trace, with_decisions
-
-
-def sets_of(stream):
-    """The oracle's view: for each row None, or a list of ids for each layer."""
-    pieces = [piece.tolist() for piece in np.split(stream.ids, stream.offsets[1:-1])] if len(stream.offsets) > 1 else []
-    by_row = [pieces[n * stream.depth : (n + 1) * stream.depth] for n in range(stream.num_rows)]
-    return [sets if valid else None for sets, valid in zip(by_row, stream.valid_N, strict=True)]
+from tests.traces import picks_of, random_trace, sets_of, spec_of, uneven_trace, with_decisions
 
 
 def rows_of(trace):
     """Each sequence as a list of its rows: token, version, picks and all decisions."""
     decisions = [sets_of(trace.streams[name]) for name in sorted(trace.streams)]
-    rows = list(
-        zip(trace.token_ids_N.tolist(), trace.weight_versions_N.tolist(), picks_of(trace), *decisions, strict=True)
-    )
+    columns = trace.token_ids_N.tolist(), trace.weight_versions_N.tolist(), picks_of(trace), *decisions
+    rows = [*zip(*columns, strict=True)]
     return [rows[a:b] for a, b in zip(trace.offsets[:-1].tolist(), trace.offsets[1:].tolist(), strict=True)]
 
 
@@ -65,22 +57,15 @@ def test_a_cut_drops_the_mask_of_the_token_that_it_cuts_off(seed, data):
 def test_a_later_turn_adds_to_the_decisions_of_an_earlier_one(seed):
     whole, other = with_decisions(random_trace(seed), seed), with_decisions(random_trace(seed), seed + 1)
     earlier = whole.truncated(whole.lengths // 2)
-    both = extended(earlier, other)
-    last = (other.offsets[:-1] + earlier.lengths - 1)[earlier.lengths > 0]  # gave no token of the earlier turn
-    for name, stream in both.streams.items():
-        first, second = rows_in(earlier.streams[name], earlier, other), sets_of(other.streams[name])
-        for row in last.tolist():
-            first[row] = first[row] if second[row] is None else None
-        assert sets_of(stream) == [y if x is None else x for x, y in zip(first, second, strict=True)]
-
-
-def rows_in(stream, trace, longer):
-    """The decisions of a trace at the rows of a longer one."""
-    rows, sets = [None] * longer.num_rows, sets_of(stream)
-    for s in range(len(trace)):
-        start, own = int(longer.offsets[s]), sets[int(trace.offsets[s]) : int(trace.offsets[s + 1])]
-        rows[start : start + len(own)] = own
-    return rows
+    for name, stream in extended(earlier, other).streams.items():
+        expected = []
+        for s in range(len(other)):
+            first, second = (sets_of(each.select([s]).streams[name]) for each in (earlier, other))
+            if first and second[len(first) - 1] is not None:  # its last row gave no token of the earlier turn
+                first[-1] = None
+            first += [None] * (len(second) - len(first))
+            expected += [y if x is None else x for x, y in zip(first, second, strict=True)]
+        assert sets_of(stream) == expected
 
 
 def test_traces_with_and_without_a_stream_do_not_mix_by_accident():
@@ -142,24 +127,18 @@ def visible(spec, position):
 
 
 def choices_of(spec, lengths, rng):
-    """A stream by `IndexerSpec.stream`, and each set, where not all is seen, as a list of (head, unit)."""
+    """A stream by `IndexerSpec.stream`, and its sets by row and layer, empty where all is seen."""
     position_N = np.concatenate([np.arange(n) for n in lengths])
     layers, expected = [], []
     for _ in spec.layers:
-        sets = [
-            sorted(
-                (int(u), head) for head in range(spec.heads) for u in rng.permutation(visible(spec, p))[: spec.top_k]
-            )
-            for p in position_N
-        ]
-        ids = [[u * spec.heads + head for u, head in each] for each in sets]
-        layers.append(
-            (np.array([len(i) for i in ids], np.int64), np.array([i for each in ids for i in each], np.int32))
-        )
-        expected.append(
-            [each if len(visible(spec, p)) > spec.top_k else [] for each, p in zip(sets, position_N, strict=True)]
-        )
-    return spec.stream(position_N, layers), expected
+        sets, is_part = [], []
+        for p in position_N.tolist():
+            units = [rng.permutation(visible(spec, p))[: spec.top_k].tolist() for _ in range(spec.heads)]
+            sets.append(sorted(u * spec.heads + head for head, own in enumerate(units) for u in own))
+            is_part.append(len(visible(spec, p)) > spec.top_k)
+        layers.append((np.array([*map(len, sets)], np.int64), np.array([i for ids in sets for i in ids], np.int32)))
+        expected.append([ids if part else [] for ids, part in zip(sets, is_part, strict=True)])
+    return spec.stream(position_N, layers), [list(row) for row in zip(*expected, strict=True)]
 
 
 @settings(max_examples=30)
@@ -168,10 +147,7 @@ def test_a_stream_holds_what_was_chosen_and_nothing_where_all_was(seed, name):
     spec, rng = SPECS[name], np.random.default_rng(seed)
     lengths = rng.integers(0, 15, 3)
     stream, expected = choices_of(spec, lengths, rng)
-    for layer, sets in enumerate(expected):
-        for row, chosen in enumerate(sets):
-            start, stop = stream.offsets[row * 2 + layer : row * 2 + layer + 2]
-            assert [divmod(int(i), spec.heads) for i in stream.ids[start:stop]] == chosen
+    assert sets_of(stream) == expected
     spec.check(stream, as_offsets(lengths))
 
 
@@ -187,3 +163,55 @@ def test_a_row_says_by_its_sets_where_it_may_stand(name):
     with pytest.raises(TraceContentError, match=r"belong.*another"):
         spec.check(stream, np.array([0, 7, 14]))  # of one sequence, and not of two
     spec.check(stream.without(np.arange(5, 9)), offsets)  # no choice is no wrong choice
+
+
+SPEC = spec_of()
+
+
+def routes(rng, rows):
+    return np.argsort(rng.random((rows, SPEC.num_layers, SPEC.num_experts)), axis=-1)[..., : SPEC.top_k]
+
+
+def turn(tokens, rows, start=0, versions=NO_VERSION):
+    """A capture that has the rows of some positions alone."""
+    whole, valid = np.zeros((len(tokens), *np.shape(rows)[1:]), int), np.zeros(len(tokens), bool)
+    versions_T, here = np.full(len(tokens), NO_VERSION), slice(start, start + len(rows))
+    whole[here], valid[here], versions_T[here] = rows, True, versions
+    return RoutingTrace.from_rows(SPEC, [tokens], [whole], valid=[valid], weight_versions=[versions_T])
+
+
+@settings(max_examples=50)
+@given(st.data())
+def test_turns_match_the_oracle(data):
+    rng = np.random.default_rng(data.draw(st.integers(0, 2**32 - 1)))
+    trace, slow, tokens, turns = RoutingTrace.unrouted(SPEC, [[]]), [], np.zeros(0, int), []
+    for _ in range(data.draw(st.integers(1, 5))):
+        last = len(tokens) - 1
+        tokens = np.concatenate([tokens, rng.integers(0, 99, data.draw(st.integers(0, 6)))])
+        start = data.draw(st.integers(0, len(tokens)))
+        rows = routes(rng, data.draw(st.integers(0, len(tokens) - start)))
+        versions = rng.integers(0, 4, len(rows))
+        turns.append(turn(tokens, rows, start, versions))
+        trace = extended(trace, turns[-1])
+        slow += [(int(token), None, NO_VERSION) for token in tokens[len(slow) :]]
+        for place, row, version in zip(range(start, len(tokens)), rows.tolist(), versions.tolist(), strict=False):
+            if slow[place][1] is None or place == last:  # which gave no token of an earlier capture
+                slow[place] = (slow[place][0], row, version)
+    columns = (trace.token_ids_N, trace.expert_ids_NLK, trace.valid_N, trace.weight_versions_N)
+    seen = [(t, ids if valid else None, v) for t, ids, valid, v in zip(*(c.tolist() for c in columns), strict=True)]
+    assert seen == slow
+    assert extended(*turns).equals(trace), "all turns in one call"
+
+
+def test_what_does_not_continue_is_refused():
+    rng = np.random.default_rng(3)
+    start = turn([1, 2, 3], routes(rng, 2))
+    with pytest.raises(BatchMismatchError, match=r"9.*position 1.*earlier.*2"):
+        extended(start, turn([1, 9, 3, 4], routes(rng, 3)))
+    with pytest.raises(BatchMismatchError, match="none shorter"):
+        extended(start, turn([1, 2], routes(rng, 1)))
+    with pytest.raises(BatchMismatchError, match="many"):
+        extended(start, RoutingTrace.unrouted(SPEC, [[1, 2, 3], [2]]))
+    with pytest.raises(SpecMismatchError):
+        extended(start, RoutingTrace.unrouted(spec_of(num_experts=16), [[1, 2, 3]]))
+    assert extended(start, start).equals(start)

@@ -1,14 +1,13 @@
 """The engine on a server of the user's: answers recorded from a real one, and everything else that may come."""
 
 import copy
-from itertools import chain
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
 
 from foreroute.adapters.checkpoint import ServedModel
-from foreroute.capture import Sampling
 from foreroute.engines import vllm
 from foreroute.engines.http import Answer
 from foreroute.engines.vllm import missing_settings
@@ -16,8 +15,9 @@ from foreroute.engines.vllm_server import EXTENSION
 from foreroute.errors import CaptureError, ConfigError, EngineError
 from foreroute.trace import SAMPLING
 from tests.engines.recorded_answers import assert_routes, payload, serving
-from tests.engines.small_policy import END, seeded
+from tests.engines.small_policy import END, SAMPLED, seeded
 from tests.tiers import grid
+from tests.traces import sets_of
 
 DATA = Path(__file__).parent / "data"
 GENERATE, INFO = "/inference/v1/generate", "/server_info?config_format=json"
@@ -29,7 +29,10 @@ SETTINGS = {
     "scheduler_config": {"enable_chunked_prefill": False},
     "kv_transfer_config": {},
 }
-SAMPLED = Sampling(max_new_tokens=5, end_token=END, temperature=0.8)
+MASKED = SETTINGS | {"model_config": SETTINGS["model_config"] | {"return_sampling_mask": True}}
+SETTINGS_031 = SETTINGS | {"model_config": {"logprobs_mode": "processed_logprobs"}}
+SETTINGS_031 |= {"aux_output_config": {"enable_return_routed_experts": True}}
+"""As vLLM states them from 0.31 on, where routes have a configuration of their own."""
 PROMPT = np.array(payload(DATA / "generate.json")["request"]["token_ids"], np.int32)
 
 
@@ -39,15 +42,10 @@ class Server:
     `lie` changes an answer before it is sent.
     """
 
-    def __init__(self, record="generate", lie=None, **changes):
-        self.version, self.lie = "default", lie
-        self.record = payload(DATA / f"{record}.json")
-        self.answers = {
-            "/version": {"version": "0.30.0"},
-            INFO: {"vllm_config": SETTINGS},
-            "/reset_prefix_cache": {"success": True},
-            **changes,
-        }
+    def __init__(self, record="generate", lie=lambda answer: None, **changes):
+        self.version, self.lie, self.record = "default", lie, payload(DATA / f"{record}.json")
+        self.answers = {"/version": {"version": "0.30.0"}, INFO: {"vllm_config": SETTINGS}}
+        self.answers |= {"/reset_prefix_cache": {"success": True}} | changes
 
     def __call__(self, method, path, body):
         if path == "/update_weight_version":
@@ -59,7 +57,8 @@ class Server:
         if path == GENERATE and path not in self.answers:
             answer = copy.deepcopy(self.record["response"])
             answer |= {"request_id": f"generate-tokens-{body['request_id']}", "prompt_token_ids": body["token_ids"]}
-            return 200, answer if self.lie is None else self.lie(answer) or answer
+            self.lie(answer)
+            return 200, answer
         value = self.answers.get(path, {})
         return value if isinstance(value, tuple) else (200, value)
 
@@ -105,7 +104,7 @@ def test_spans_of_weights_become_those_of_the_trace(routed, tmp_path):
     def stated(answer):
         answer["choices"][0]["weight_versions"] = spans
 
-    newer = {"/version": {"version": "0.32.0"}, INFO: {"vllm_config": settings_031()}}
+    newer = {"/version": {"version": "0.32.0"}, INFO: {"vllm_config": SETTINGS_031}}
     with serving(Server(lie=stated, **newer)) as server:
         engine = engine_at(server, routed, tmp_path, version=6)
         ask = engine._client.ask
@@ -128,17 +127,15 @@ def test_spans_of_weights_become_those_of_the_trace(routed, tmp_path):
 
 
 def test_cuts_ask_for_masks_and_every_request_of_such_a_server_has_a_bound(routed, tmp_path):
-    info = {"vllm_config": SETTINGS | {"model_config": SETTINGS["model_config"] | {"return_sampling_mask": True}}}
-    sampling = Sampling(max_new_tokens=5, end_token=END, temperature=0.8, top_p=0.9)
-    with serving(answers := Server("generate_masks", **{INFO: info})) as server:
+    sampling = replace(SAMPLED, top_p=0.9)
+    with serving(answers := Server("generate_masks", **{INFO: {"vllm_config": MASKED}})) as server:
         engine = engine_at(server, routed, tmp_path)
         got = engine.generate([PROMPT], sampling, seeded())
         assert_routes(got.trace, answers.record)
         (choice,) = answers.record["response"]["choices"]
-        masks = got.trace.streams[SAMPLING]
-        assert np.flatnonzero(masks.valid_N).tolist() == [7, 8, 9, 10, 11]
-        assert masks.ids.tolist() == [*chain(*choice["sampling_mask"])]
-        engine.generate([PROMPT], Sampling(max_new_tokens=5, end_token=END, temperature=0), seeded())
+        expected = [None] * 7 + [[ids] for ids in choice["sampling_mask"]] + [None]
+        assert sets_of(got.trace.streams[SAMPLING]) == expected
+        engine.generate([PROMPT], replace(SAMPLED, temperature=0), seeded())
         asked = [body["sampling_params"] for path, body in server.asked if path == GENERATE]
         cuts = [{name: each[name] for name in ("temperature", "top_k", "top_p", "min_p")} for each in asked]
         assert cuts[0] == {"temperature": 0.8, "top_k": 64, "top_p": 0.9, "min_p": 0.0}
@@ -190,14 +187,6 @@ def test_a_server_is_never_left_paused_and_samples_nothing_with_weights_half_loa
             assert server.asked[-1][0] == "/resume"
 
 
-def settings_031():
-    """As vLLM states them from 0.31 on, where routes have a configuration of their own."""
-    settings = copy.deepcopy(SETTINGS)
-    del settings["model_config"]["enable_return_routed_experts"]
-    settings["aux_output_config"] = {"enable_return_routed_experts": True}
-    return settings
-
-
 @grid(
     ("version", "path", "value", "said"),
     [
@@ -212,7 +201,7 @@ def settings_031():
     quick=3,
 )
 def test_a_server_started_without_what_replay_needs_is_refused(routed, tmp_path, version, path, value, said):
-    settings = copy.deepcopy(SETTINGS) if version == "0.30.0" else settings_031()
+    settings = copy.deepcopy(SETTINGS if version == "0.30.0" else SETTINGS_031)
     assert not missing_settings(Answer(copy.deepcopy(settings), "it"), version)
     section, _, name = path.partition(".")
     settings[section][name] = value

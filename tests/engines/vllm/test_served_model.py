@@ -100,9 +100,8 @@ def test_weights_that_an_engine_would_keep_or_take_twice_are_refused(routed, fol
         FolderWriter(folder).write(tmp_path / "fused", routed.model.state_dict())
     with pytest.raises(ConfigError, match=f"'{first}' was given twice"):
         FolderWriter(folder).write(tmp_path / "twice", [(first, weights[first])] * 2)
-    used = iter(())
     with pytest.raises(ConfigError, match="weights"):
-        FolderWriter(folder).write(tmp_path / "none", used)
+        FolderWriter(folder).write(tmp_path / "none", iter(()))
 
 
 def test_the_first_weights_are_those_of_the_source_and_are_not_copied(folder, tmp_path):
@@ -134,7 +133,7 @@ def contents(folder):
     return sorted(str(path.relative_to(folder)) for path in folder.rglob("*"))
 
 
-def test_what_else_is_there_is_left_as_it_is(tmp_path):
+def test_one_trainer_at_a_time_and_what_else_is_there_is_left_as_it_is(tmp_path):
     (tmp_path / ".hidden").write_text("mine")
     before = contents(tmp_path)
     with pytest.raises(ConfigError, match=r"nothing.*written"):
@@ -142,17 +141,11 @@ def test_what_else_is_there_is_left_as_it_is(tmp_path):
     for _ in range(2):
         folder = WeightsFolder(tmp_path, ModelWriter(Model()))
         folder.put({})
+        with pytest.raises(ConfigError, match="another trainer"):
+            WeightsFolder(tmp_path, ModelWriter(Model()))
+        folder.close()
         folder.close()
     assert [path for path in contents(tmp_path) if not path.startswith(SUBFOLDER)] == before
-
-
-def test_one_trainer_at_a_time(tmp_path):
-    first = WeightsFolder(tmp_path, ModelWriter(Model()))
-    with pytest.raises(ConfigError, match="another trainer"):
-        WeightsFolder(tmp_path, ModelWriter(Model()))
-    first.close()
-    first.close()
-    WeightsFolder(tmp_path, ModelWriter(Model())).put({})
 
 
 def test_a_full_disk_is_one_error_and_leaves_no_half_checkpoint(tmp_path):

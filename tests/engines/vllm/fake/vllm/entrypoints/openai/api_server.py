@@ -6,7 +6,6 @@ import os
 import signal
 import socket
 import sys
-import time
 from http.server import ThreadingHTTPServer
 from pathlib import Path
 
@@ -46,19 +45,11 @@ class Engine:
             given = self.given
             routes = {"enable_return_routed_experts": given.enable_return_routed_experts}
             model = {"logprobs_mode": given.logprobs_mode, "return_sampling_mask": given.return_sampling_mask}
-            return {
-                "vllm_config": {
-                    "model_config": routes | model,
-                    "aux_output_config": routes,
-                    "parallel_config": {
-                        "worker_extension_cls": given.worker_extension_cls,
-                        "pipeline_parallel_size": 1,
-                    },
-                    "cache_config": {"enable_prefix_caching": True},
-                    "scheduler_config": {"enable_chunked_prefill": not given.no_enable_chunked_prefill},
-                    "device_config": {"device": "cpu"},
-                }
-            }
+            workers = {"worker_extension_cls": given.worker_extension_cls, "pipeline_parallel_size": 1}
+            config = {"model_config": routes | model, "aux_output_config": routes, "parallel_config": workers}
+            config |= {"cache_config": {"enable_prefix_caching": True}, "device_config": {"device": "cpu"}}
+            config["scheduler_config"] = {"enable_chunked_prefill": not given.no_enable_chunked_prefill}
+            return {"vllm_config": config}
         if path == "/collective_rpc":
             assert body["method"] == "foreroute_load"
             assert (Path(body["args"][0]) / "model.safetensors").exists()
@@ -73,21 +64,14 @@ class Engine:
         asked, prompt = body["sampling_params"], body["token_ids"]
         if self.behaviour == "dies":
             os.abort()
-        if self.behaviour == "hangs":
-            time.sleep(600)
         if self.given.return_sampling_mask:
             assert asked["temperature"] > 0
             assert asked["top_k"] > 0
         assert all(0 <= token < self.config["vocab_size"] for token in asked["stop_token_ids"])
-        answer = {
-            "request_id": f"generate-tokens-{body['request_id']}",
-            "choices": [self.choice(prompt, asked)],
-            "prompt_token_ids": prompt,
-            "usage": {"prompt_tokens": len(prompt)},
-        }
-        if vllm.__version__ < "0.30":
-            del answer["prompt_token_ids"]
-        return answer
+        answer = {"request_id": f"generate-tokens-{body['request_id']}", "choices": [self.choice(prompt, asked)]}
+        if vllm.__version__ >= "0.30":
+            answer["prompt_token_ids"] = prompt
+        return answer | {"usage": {"prompt_tokens": len(prompt)}}
 
     def choice(self, prompt, asked):
         rng, tokens = np.random.default_rng(asked["seed"]), []
