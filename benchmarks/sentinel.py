@@ -8,7 +8,7 @@ Faults are planted into the routes of rollouts behind the warm-up, and replayed 
   with a past of its own; and sequences that are drawn anew, each from the blocks of 8 rows of a healthy one, so that
   `sequences` at a threshold is the share of drawn sequences whose bound was below it, and `least_bound` the lowest.
 - `cost`: processor seconds of counting, reading and judging over those of the step: a pass with gradients and one
-  without. That counting adds no wait of the host, tests/adapters/hf/test_root_rows.py shows.
+  without. That counting adds no wait of the host, tests/adapters/hf/test_host_waits.py shows.
 """
 
 from __future__ import annotations
