@@ -18,7 +18,8 @@ from foreroute.replay.rows import joined_to_device
 from foreroute.testing.counting_device import DEVICE, other_device
 from foreroute.testing.models import tiny
 from tests.adapters.hf.model_runs import enable_checkpointing
-from tests.ep.replica_steps import MICRO_STEPS, drawn
+from tests.ep.executor_properties import MICRO_STEPS
+from tests.ep.spread_steps import drawn
 from tests.ep.transfer.plans import split_plan
 
 
@@ -48,15 +49,14 @@ def waits(rank):
 
 def waits_of_a_step(rank, routed, device, use_reentrant):
     enable_checkpointing(routed.model, use_reentrant)
-    given = drawn(routed.spec, rank)
-    traces = [trace for _, trace in given]
+    batches, traces = drawn(routed.spec, rank)
     counts_MLGE = routed.gather_counts(traces)
     plan = split_plan(3, counts_MLGE, routed.home_LE)
     assert plan.num_replicas_ML.all()
-    batches = [{name: each.to(DEVICE) for name, each in batch.items()} for batch, _ in given]
+    batches = [{name: each.to(DEVICE) for name, each in batch.items()} for batch in batches]
     found = Counter()
     with routed.execute(plan, counts_MLGE, traces):
-        for batch, (_, trace) in zip(batches, given, strict=True):
+        for batch, trace in zip(batches, traces, strict=True):
             with routed.replay(trace):
                 device.reads.clear()
                 logits = routed.model(**batch, use_cache=False).logits
