@@ -34,14 +34,7 @@ REFUSED = {
 """What cannot be replicas, and what plans do not know at all."""
 SLOW = {"deepseek_v3", "gpt_oss", "openai_privacy_filter", "nemotron_h", "muse_spark", "inkling", "ernie4_5_vl_moe"}
 """Of other layouts each, as are those that are refused: in slow tests, all others by night."""
-
-
-def spread_families():
-    for name in FAMILIES.keys() - NOT_SPREAD:
-        is_slow = name in SLOW or name in REFUSED
-        yield pytest.param(
-            name, marks=() if name == "qwen3_moe" else pytest.mark.slow if is_slow else pytest.mark.exhaustive
-        )
+SOONER = {**dict.fromkeys(SLOW | REFUSED.keys(), pytest.mark.slow), "qwen3_moe": ()}
 
 
 def on_rank(rank, model_class, folder, sizes, refused):
@@ -92,7 +85,13 @@ def require_alike(one, other):
     "Hugging Face",
     '`ep_implementation="foreroute"`, without a plan and under plans: every family that transformers spreads',
 )
-@pytest.mark.parametrize("family", sorted(spread_families(), key=lambda each: each.values))
+@pytest.mark.parametrize(
+    "family",
+    [
+        pytest.param(name, marks=SOONER.get(name, pytest.mark.exhaustive))
+        for name in sorted(FAMILIES.keys() - NOT_SPREAD)
+    ],
+)
 def test_bits_are_those_of_all_to_all_and_replicas_differ_by_roundings(workers, tmp_path, family):
     model = build(family, experts="eager" if family == "step3p7" else "grouped_mm")
     # transformers splits what is fused in files when it is whole, and not when it is sharded

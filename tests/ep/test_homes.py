@@ -23,7 +23,6 @@ def adamw(model):
 
 
 def trained(s):
-    """The optimizer of a model that has made a step."""
     optimizer = adamw(s.model)
     s.update()
     optimizer.step()
@@ -33,7 +32,6 @@ def trained(s):
 
 
 def moments(s, optimizer):
-    """On this rank."""
     states = {name: optimizer.state[parameter] for name, parameter in s.model.named_parameters()}
     return {
         f"{name}.{key}": getattr(value, "_local_tensor", value).clone()

@@ -2,6 +2,7 @@
 
 import os
 from datetime import timedelta
+from functools import partial
 
 import numpy as np
 import pytest
@@ -14,6 +15,7 @@ from foreroute.adapters.hf.expert_parallel import SITE
 from tests.ep.executor_properties import LAYERS, enter, require_ended, require_said, said_by
 from tests.ep.spread_steps import TWO_GROUPS, SpreadStep, load_spread
 from tests.ep.transfer.plans import split_plan
+from tests.replay.session_subject import entering
 
 GROUPS = {
     "PlanError: ranks hold different plans (rank 2: step 0, plan ": lambda s: enter(
@@ -30,10 +32,7 @@ GROUPS = {
     ),
     "ReplayError: rank 3: 0 of 2 planned micro-batches are here": enter,
 }
-"""Kind and words of the error: what must end in it before any row is sent, in two groups of two ranks.
-
-One or all ranks of the second are wrong. `executor_properties` has what is wrong in one group.
-"""
+"""Kind and words of the error, before any row is sent: one or all ranks of the second of two groups are wrong."""
 
 
 def both_groups(rank, folder):
@@ -60,20 +59,20 @@ def offloaded(model):
     return model
 
 
-def asked_of(rank, folder, name):
-    routed = hf.attach(NOT_OURS[name](folder))
-    words = "from where replicas cannot be fetched" if "offload" in name else "are spread over ranks by foreroute"
-    for call in (
-        lambda: routed.gather_counts([]),
-        lambda: routed.execute(None, np.zeros((1, LAYERS, 2, 8), np.int32), []).__enter__(),
-        lambda: routed.home_LE,
-    ):
-        require_said(said_by(call), f"AttachError: {words}")
+def not_ours(rank, folder):
+    for name, load in NOT_OURS.items():
+        routed = hf.attach(load(folder))
+        words = "from where replicas cannot be fetched" if "offload" in name else "are spread over ranks by foreroute"
+        for call in (
+            partial(routed.gather_counts, []),
+            entering(routed.execute, None, np.zeros((1, LAYERS, 2, 8), np.int32), []),
+            partial(getattr, routed, "home_LE"),
+        ):
+            require_said(said_by(call), f"AttachError: {words}")
 
 
-@pytest.mark.parametrize("name", NOT_OURS)
-def test_a_model_whose_experts_foreroute_has_not_spread_is_refused_by_name(workers, folder_of, name):
-    workers(2).run(asked_of, folder_of(), name)
+def test_a_model_whose_experts_foreroute_has_not_spread_is_refused_by_name(workers, folder_of):
+    workers(2).run(not_ours, folder_of())
 
 
 def partly_spread(rank, folder):

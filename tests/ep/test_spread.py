@@ -25,7 +25,6 @@ def without_second_routes(trace):
 
 
 def with_rows_that_no_plan_knows(rank, folder):
-    """How often counts were exchanged, and log-probs under a plan and without."""
     s, exchanged = SpreadStep(rank, folder, slots=0), []
     s.traces = [without_second_routes(trace) if rank else trace for trace in s.traces]
     counts_MLGE, gather = s.routed.gather_counts(s.traces), execution.gather_counts
@@ -52,10 +51,7 @@ def test_rows_without_a_route_that_others_depend_on_are_counted_when_they_run(wo
 
 
 def gathered(rank, folder):
-    """Counts of all ranks, from traces and from what `rows` made of them; and the traces, none in the last micro-step.
-
-    And what all have executed, which NCCL's group could not gather as host tensors.
-    """
+    """Counts of all ranks, and the traces, none in the last micro-step."""
     s = SpreadStep(rank, folder, slots=0)
     traces = [without_second_routes(trace) for trace in s.traces]
     if rank:
@@ -66,7 +62,7 @@ def gathered(rank, folder):
     executions = [SimpleNamespace(executed_ML=each + 10 * rank) for each in (mine_ML[:1], mine_ML[1:])]
     with patch.object(dist, "all_reduce", wraps=dist.all_reduce) as call:
         executed_MLG = s.routed.spread.gather_executed(executions)
-    assert call.call_args.kwargs["group"] is not s.routed.spread._group
+    assert call.call_args.kwargs["group"] is not s.routed.spread._group, "which may be NCCL's, of no host tensors"
     assert np.array_equal(executed_MLG, mine_ML[..., None] + [0, 10])
     return found, [(trace.expert_ids_NLK, trace.valid_N) for trace in traces]
 

@@ -106,7 +106,6 @@ def end_in_a_step(rank, plan, options, kind):
 
 
 def count_mapped(rank):
-    """Pieces of shared memory that the process still has."""
     gc.collect()
     return Path("/proc/self/maps").read_text().count("/dev/shm/foreroute-")
 

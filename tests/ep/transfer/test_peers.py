@@ -34,6 +34,7 @@ def one_rank_gives_up(rank):
     transfers.clear()
 
 
+@pytest.mark.slow
 def test_what_was_posted_is_sent_although_its_sender_lets_go_of_it(workers):
     workers(2).run(one_rank_gives_up)
 
@@ -44,7 +45,6 @@ def test_an_error_that_no_lost_rank_has_caused_keeps_its_own_message():
 
 
 def ask_alone(rank):
-    """What rank 1 is told when rank 0 answers no question of it."""
     consensus = RankConsensus(timeout_s=20)
     # a group that is made with so short a timeout may not come about on a busy machine
     dist.distributed_c10d._set_pg_timeout(timedelta(seconds=WAITED_S), consensus.group)

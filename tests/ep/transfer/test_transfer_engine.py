@@ -15,7 +15,6 @@ DIRECT = TransferOptions(paths="direct", prefetch=0)
 
 
 def passes(rank, plan, options, dtype=torch.float64, factor=1):
-    """Records of a recompute and of updates."""
     engine, found = make_engine(plan, rank, options, homes=shards(plan, rank, dtype)), {}
     for name in ("recompute", "update", "checkpointed"):
         how = {"updating": name != "recompute", "checkpointed": name == "checkpointed"}
@@ -36,18 +35,20 @@ CASES = [
 ]
 
 
-@grid(("ranks", "options", "dtype", "shape"), CASES, quick=3, day=4)
+@grid(("ranks", "options", "dtype", "shape"), CASES, quick=2, day=4)
 def test_replicas_are_what_is_at_home_and_gradients_return(workers, ranks, options, dtype, shape):
     for seed in range(2):
         workers(ranks).run(passes, random_plan(seed, ranks=ranks, **shape), options, dtype)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("factor", [0, 2])
 def test_the_comparison_sees_gradients_lost_or_doubled_on_their_way_home(workers, factor):
     outcomes = workers(2).outcomes(passes, random_plan(0, ranks=2), DIRECT, torch.float64, factor)
     assert {outcome.kind for outcome in outcomes} == {"AssertionError"}
 
 
+@pytest.mark.slow
 def test_all_but_the_first_fetch_had_begun_before_it_was_asked_for(workers):
     plan = random_plan(5, ranks=4, micro_steps=3, layers=4, sharing="shared")
     options = TransferOptions(paths="direct")
@@ -69,7 +70,7 @@ def kept_for_backward(rank, plan, options):
         loss.backward()
 
 
-@pytest.mark.parametrize("paths", ["host", "direct"])
+@grid("paths", ["host", "direct"], quick=1)
 def test_a_slot_refilled_before_its_backward_is_refused(workers, paths):
     """With one set of shared slots, every cell overwrites the one before; in neighbouring slots, which are views."""
     plans = (random_plan(seed, ranks=2, micro_steps=1, sharing="shared") for seed in range(1000))
