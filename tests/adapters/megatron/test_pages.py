@@ -25,7 +25,6 @@ FENCE = re.compile(r"^```python\n(.*?)^```", re.MULTILINE | re.DOTALL)
 
 @on_ranks(1)
 def test_every_block_of_the_page_runs():
-    """As a reader would run them, one after the other."""
     text, namespace = (ROOT / PAGE).read_text(), a_users_things()
     blocks = list(FENCE.finditer(text))
     assert len(blocks) == 8
@@ -81,7 +80,8 @@ def forward_step(batches, model):
 @on_ranks(1)
 def test_routes_of_rollouts_are_found_by_their_tokens():
     """As examples/megatron/README.md has Megatron-LM's loop call it: packed batches with padding; one that is inert."""
-    model, pad, lengths = a_model_of_packed_rows(), 0, (5, 8, 3)
+    initialize(Cell())
+    [model], pad, lengths = build(Cell(layers=2, packed=True)), 0, (5, 8, 3)
     tokens = [torch.randint(1, VOCABULARY, (length,)).tolist() for length in lengths]
     routes = [torch.rand(length - 1, 2, EXPERTS).argsort(-1)[..., :TOP_K] for length in lengths]
     rollouts = [
@@ -105,8 +105,3 @@ def test_routes_of_rollouts_are_found_by_their_tokens():
                 assert torch.equal(ran_RE, told_RE) == follows, (numbers, layer)
     with pytest.raises(KeyError):
         known.replayed(torch.tensor([tokens[0][::-1]]), PackedSeqParams("thd", torch.tensor([0, 5])))
-
-
-def a_model_of_packed_rows():
-    initialize(Cell())
-    return build(Cell(layers=2, packed=True))[0]
