@@ -43,7 +43,7 @@ class Chunk:
 @contextlib.contextmanager
 def chunk(batch=WHOLE, *, masked=False):
     """It was never called on the CPU: Megatron keeps what it computes of positions where it was computed."""
-    on = MegatronSubject(model())
+    on = MegatronSubject(model(layers=2))
     trace = foreign(on.routed.spec, batch)
     with other_device() as device, mock.patch.object(torch.cuda, "current_device", return_value=DEVICE):
         yield Chunk(device, batch, on, trace, masked)

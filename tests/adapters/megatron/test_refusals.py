@@ -35,14 +35,13 @@ def refused(given, said):
 
 @on_ranks(1)
 def test_settings_that_bypass_or_change_the_selection():
+    built = model()
     for settings, said in SETTINGS:
-        built = model()
-        for name, value in settings.items():
-            setattr(built.config, name, value)
-        for module in built.modules():
-            if isinstance(module, TopKRouter):
-                module.routing_type = built.config.moe_router_load_balancing_type
-        refuses(AttachError, f"decoder.layers.0.mlp.router .*{re.escape(said)}", partial(megatron.attach, built))
+        with mock.patch.multiple(built.config, create=True, **settings):
+            for module in built.modules():
+                if isinstance(module, TopKRouter):
+                    module.routing_type = built.config.moe_router_load_balancing_type
+            refuses(AttachError, f"decoder.layers.0.mlp.router .*{re.escape(said)}", partial(megatron.attach, built))
 
 
 class Hashing(TopKRouter):
