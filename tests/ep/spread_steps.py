@@ -1,53 +1,112 @@
-"""A model that is spread over the ranks of a test, and a step of two micro-batches for it."""
+"""Tiny models that transformers spreads over the ranks of a test, and steps of two micro-batches on them."""
 
+from contextlib import ExitStack
+
+import numpy as np
 import torch
+from torch.distributed.fsdp import FSDPModule
+from transformers import AutoModelForCausalLM
+from transformers.distributed import DistributedConfig
 
+from foreroute import RoutingTrace
 from foreroute.adapters import hf
 from foreroute.plan.plan_file import plan_from_bytes, plan_to_bytes
-from tests.adapters.hf.model_runs import batch_of, enable_checkpointing, gradients, log_probs, random_routes
-from tests.ep.executor_properties import LAYERS as LAYERS
+from tests.adapters.hf import model_runs
+from tests.adapters.hf.model_runs import batch_of, enable_checkpointing, sequences_of, whole
 from tests.ep.executor_properties import MICRO_STEPS, PlannedStep
-from tests.ep.spread_models import load_spread, sharded
 from tests.ep.transfer.plans import split_plan
+from tests.replay.session_subject import random_ids
 
 ONE_GROUP = {"fsdp_size": 2, "ep_size": 2}
 TWO_GROUPS = {"fsdp_size": 4, "ep_size": 2}
 """Of `DistributedConfig`, on two ranks and on four."""
 
 
-class SpreadStep(PlannedStep):
-    """A model, and what this rank replays on it; other tokens and lengths on every rank, padded on either side."""
+def load_spread(folder, implementation="foreroute", dtype=torch.float32, *, model_class=AutoModelForCausalLM, **sizes):
+    """A folder's model, spread by these sizes of `DistributedConfig`; two ranks with a batch each by default."""
+    config = DistributedConfig(**(sizes or ONE_GROUP), ep_implementation=implementation)
+    # grouped_mm knows no float64
+    how = {"experts_implementation": "eager"} if dtype == torch.float64 else {}
+    return model_class.from_pretrained(folder, dtype=dtype, distributed_config=config, **how).eval()
+
+
+def sharded(model):
+    """Without weights that a forward without a backward has left gathered."""
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            module.reshard()
+    return model
+
+
+def gradients(model):
+    """By name, whole; and none are left."""
+    found = model_runs.gradients(sharded(model))
+    model.zero_grad()
+    return found
+
+
+def run(model, batch, *contexts, weigh=None):
+    """What the model gives first, and gradients: of the mean loss, or of a number that is made of it."""
+    sharded(model).zero_grad()
+    labels = {} if weigh else {"labels": batch["input_ids"]}
+    with ExitStack() as stack:
+        for each in contexts:
+            stack.enter_context(each)
+        out = model(**batch, **labels, use_cache=False)
+        found = whole(out[0] if weigh else out.logits)
+        (weigh(found) if weigh else out.loss).backward()
+    return found.detach().clone(), gradients(model)
+
+
+def drawn(spec, number):
+    """Micro-batches, padded on either side, of other tokens and lengths for each number; routes but of last tokens."""
+    batches, traces = [], []
+    for m, side in enumerate(("left", "right")):
+        batches.append(batch_of(7 + number, 10 - m, seed=10 * m + number, side=side))
+        rng, tokens = np.random.default_rng([number, m]), sequences_of(batches[m])
+        routes = [random_ids(rng, spec, len(each) - 1) for each in tokens]
+        traces.append(RoutingTrace.from_sequences(spec, tokens, routes))
+    return batches, traces
+
+
+class ReplayedStep(PlannedStep):
+    """Of a model that is attached, on the micro-batches of a number."""
+
+    def __init__(self, model, number):
+        self.model, self.routed = model, hf.attach(model)
+        self.batches, self.traces = drawn(self.routed.spec, number)
+
+    def log_probs(self, micro_step, *, replay=True):
+        with self.routed.replay(self.traces[micro_step]) if replay else ExitStack():
+            return model_runs.log_probs(self.model, self.batches[micro_step])
+
+    def gradients(self):
+        return gradients(self.model)
+
+    def passes(self):
+        """Log-probs, and gradients of the sum of their means; backward passes follow all forwards."""
+        found = [self.log_probs(m) for m in range(MICRO_STEPS)]
+        for each in found:
+            (-each.mean()).backward()
+        return torch.cat(found).detach(), self.gradients()
+
+
+class SpreadStep(ReplayedStep):
+    """Other micro-batches on every rank, but for ranks of tensor parallelism, which share theirs."""
 
     not_cut = "what is to be replayed is a int"
 
     def __init__(self, rank, folder, sizes=ONE_GROUP, *, slots=2, checkpointed=False, compiled="", dtype=torch.float32):
-        self.rank, self.model = rank, load_spread(folder, dtype=dtype, **sizes)
-        if checkpointed:
-            enable_checkpointing(self.model, use_reentrant=False)
-        if compiled:
-            for layer in self.model.model.layers:
-                layer.compile(backend=compiled)
-        self.routed = hf.attach(self.model)
-        self.batches = [
-            batch_of(7 + rank, 10 - m, seed=10 * m + rank, side=("left", "right")[m]) for m in range(MICRO_STEPS)
-        ]
-        self.traces = [random_routes(self.routed.spec, batch, seed=rank + m) for m, batch in enumerate(self.batches)]
+        self.rank, model = rank, load_spread(folder, dtype=dtype, **sizes)
+        enable_checkpointing(model, use_reentrant=False if checkpointed else None)
+        for layer in model.model.layers if compiled else ():
+            layer.compile(backend=compiled)
+        super().__init__(model, rank // sizes.get("tp_size", 1))
         self.counts_MLGE = self.routed.gather_counts(self.traces)
         self.plan = through_a_file(split_plan(5, self.counts_MLGE, self.routed.home_LE, slots=slots)) if slots else None
 
     def attach(self):
         return hf.attach(self.model)
-
-    def log_probs(self, micro_step, *, replay=True):
-        if not replay:
-            return log_probs(self.model, self.batches[micro_step])
-        with self.routed.replay(self.traces[micro_step]):
-            return log_probs(self.model, self.batches[micro_step])
-
-    def gradients(self):
-        found = gradients(sharded(self.model))
-        self.model.zero_grad()
-        return found
 
     def put_elsewhere(self):
         for each in self.routed.spread.layers[0].experts.parameters():
@@ -59,10 +118,6 @@ class SpreadStep(PlannedStep):
 
 def through_a_file(plan):
     return plan_from_bytes(plan_to_bytes(plan))
-
-
-def weights(routed):
-    return {name: tensor.clone() for name, tensor in routed.gather_weights()}
 
 
 def differing(one, other):

@@ -32,16 +32,17 @@ def of_megatron(asked):
     return run("executor_subject.failures_here", asked["megatron"], ranks=2, timeout=200)
 
 
-OF_COST = (
+LATER = (
+    "the_comparison_sees_what_is_lost_or_sent_elsewhere",
     "recomputation_and_the_backward_behind_it_share_a_fetch",
     "what_was_fetched_is_let_go_when_experts_have_computed",
 )
-"""Slow: what a step under a plan takes, not what it computes."""
+"""Slow: the control, and what a step under a plan takes, not what it computes."""
 
 
 def by_time(framework, number, name):
     """What is refused before any row is sent is refused by code that frameworks share: by day one has all of it."""
-    mark = pytest.mark.slow if framework == "megatron" or name in OF_COST else ()
+    mark = pytest.mark.slow if framework == "megatron" or name in LATER else ()
     if name not in CHECKS and number % 3:
         mark = pytest.mark.exhaustive if framework == "megatron" and name in EARLY else pytest.mark.slow
     return pytest.param(framework, name, marks=mark, id=f"{name}-{framework}")

@@ -1,8 +1,4 @@
-"""LoRA of PEFT on experts that are spread over ranks: trained, switched, moved, saved and refused as on one process.
-
-The truth is PEFT on one process, in float64, on the batches of all ranks. Each test stands behind the function that
-worker processes run for it.
-"""
+"""LoRA of PEFT on experts that are spread over ranks: against PEFT on one process, in float64, on all batches."""
 
 from contextlib import ExitStack
 from unittest.mock import patch
@@ -18,7 +14,7 @@ from foreroute.ep.compute import StackedReplicas
 from foreroute.errors import AttachError, PlacementError
 from foreroute.testing.models import tiny
 from tests.adapters.hf.model_runs import batch_of, random_routes
-from tests.ep.spread_models import load_spread, run, sharded
+from tests.ep.spread_steps import load_spread, run, sharded
 from tests.ep.transfer.plans import split_plan
 
 MATRICES = ["experts.gate_up_proj", "experts.down_proj"]
@@ -28,10 +24,6 @@ RATE, LEAST = 1e-2, 1e-4
 """Of AdamW, which divides what is left of a gradient by no less than the latter."""
 PLAN = 3
 """The seed of random replicas and splits; None for every expert at its home."""
-
-
-def base_of(family):
-    return tiny(family, seed=1).double()
 
 
 def with_lora(model, seed=0, parameters=MATRICES):
@@ -57,7 +49,8 @@ class Pair:
 
     def __init__(self, rank, family, folder):
         self.rank, self.batches = rank, [batch_of(9, 9, seed=each) for each in range(dist.get_world_size())]
-        self.alone = with_lora(base_of(family))
+        self.batch = self.batches[rank]
+        self.alone = with_lora(tiny(family, seed=1).double())
         # ranks draw other factors, of which the first one's count
         mine = with_lora(load_spread(folder, dtype=torch.float64), seed=rank)
         state = torch.get_rng_state()
@@ -84,33 +77,32 @@ class Pair:
 
     def off(self, expected, mean, *plan):
         """How far logits and gradients are off those of one process."""
-        logits, grads = run(self.model, self.batches[self.rank], *self.contexts(*plan))
+        logits, grads = run(self.model, self.batch, *self.contexts(*plan))
         assert grads.keys() == mean.keys()
         assert len(mean) == 2 * 2 * 3
         return float((logits - expected).abs().max()), furthest(grads, mean)
 
     def logits(self, *plan):
-        """Of the spread model and of one process."""
         with torch.no_grad(), ExitStack() as stack:
             for each in [*self.contexts(*plan), self.plainly.replay(self.traces[self.rank])]:
                 stack.enter_context(each)
-            batch = self.batches[self.rank]
-            return tuple(model(**batch, use_cache=False).logits for model in (self.model, self.alone))
+            found, expected = (model(**self.batch, use_cache=False).logits for model in (self.model, self.alone))
+        assert (found - expected).abs().max() < WITHIN
+        return found
 
     def step(self, optimizers, *plan):
-        """Train both. How far the factors are off then, those of the ranks in order of ids."""
+        """Train both; the factors are alike then, those of the ranks in order of ids."""
         grads = self.expected()[1]
         for name, each in self.alone.named_parameters():
             each.grad = grads.get(name)
         with ExitStack() as stack:
             for each in self.contexts(*plan):
                 stack.enter_context(each)
-            batch = self.batches[self.rank]
-            self.model(**batch, labels=batch["input_ids"], use_cache=False).loss.backward()
+            self.model(**self.batch, labels=self.batch["input_ids"], use_cache=False).loss.backward()
         for each in optimizers:
             each.step()
             each.zero_grad()
-        return furthest(dict(self.routed.gather_weights()), factors_of(self.alone))
+        assert furthest(dict(self.routed.gather_weights()), factors_of(self.alone)) < WITHIN
 
 
 def factors_of(model):
@@ -118,75 +110,68 @@ def factors_of(model):
 
 
 def trained(rank, family, folder):
-    """By way of running: how far logits and gradients are off; and shapes of factors here."""
     pair = Pair(rank, family, folder)
     truth = pair.expected()
-    found = {"no plan": pair.off(*truth), "known splits": pair.off(*truth, None), "replicas": pair.off(*truth, PLAN)}
+    for plan in ((), (None,), (PLAN,)):
+        assert max(pair.off(*truth, *plan)) < WITHIN, plan
     with patch.object(StackedReplicas, "add_returned", lambda self, returned, grads: list(grads)):
-        found["gradients lost"] = pair.off(*truth, PLAN)
+        of_logits, of_gradients = pair.off(*truth, PLAN)
+    assert of_logits < WITHIN
+    assert of_gradients > 1e-3, "the control: gradients of replicas are part of these"
     pair.model.train()
     pair.model.enable_input_require_grads()
     pair.model.gradient_checkpointing_enable()
-    found |= {"checkpointed": pair.off(*truth), "replicas, checkpointed": pair.off(*truth, PLAN)}
-    shapes = {tuple(each.to_local().shape) for name, each in factors_of(pair.model).items() if "default" in name}
-    return found, shapes
+    for plan in ((), (PLAN,)):
+        assert max(pair.off(*truth, *plan)) < WITHIN, f"checkpointed, {plan}"
+    assert {len(each.to_local()) for name, each in factors_of(pair.model).items() if "default" in name} == {4}
 
 
 @pytest.mark.shows("Hugging Face", "LoRA on experts under expert parallelism, with executed plans")
 @pytest.mark.slow
 def test_logits_and_gradients_are_those_of_one_process(workers, folder_of):
-    for found, shapes in workers(2).run(trained, "gpt_oss", folder_of("gpt_oss")):
-        lost = found.pop("gradients lost")
-        assert {way: max(off) < WITHIN for way, off in found.items()} == dict.fromkeys(found, True), found
-        assert lost[0] < WITHIN
-        assert lost[1] > 1e-3, "the control: gradients of replicas are part of these"
-        assert {shape[0] for shape in shapes} == {4}
+    workers(2).run(trained, "gpt_oss", folder_of("gpt_oss"))
+
+
+SWITCHES = [
+    (lambda model: model.merge_adapter(), False),
+    (lambda model: model.unmerge_adapter(), False),
+    (lambda model: model.set_adapter("other"), True),
+    (lambda model: model.base_model.disable_adapter_layers(), True),
+    (lambda model: model.base_model.enable_adapter_layers(), True),
+]
+"""One after the other, and whether logits are others then than at first."""
 
 
 def lived(rank, folder):
-    """How far off one process adapters are, whatever they do; and what they do."""
     pair = Pair(rank, "qwen3_moe", folder)
-    models, found = (pair.model, pair.alone), {}
     optimizers = [
         torch.optim.AdamW(each.parameters(), lr=RATE, eps=LEAST) for each in (sharded(pair.model), pair.alone)
     ]
-    found["trained"] = pair.step(optimizers, PLAN)
-    given = {
-        "on": lambda model: None,
-        "merged": lambda model: model.merge_adapter(),
-        "unmerged": lambda model: model.unmerge_adapter(),
-        "other": lambda model: model.set_adapter("other"),
-        "off": lambda model: model.base_model.disable_adapter_layers(),
-        "on again": lambda model: model.base_model.enable_adapter_layers(),
-    }
-    logits = {}
-    for way, switch in given.items():
-        for model in models:
+    pair.step(optimizers, PLAN)
+    first = pair.logits()
+    pair.logits(PLAN)
+    for switch, changes in SWITCHES:
+        for model in (pair.model, pair.alone):
             switch(model)
         for plan in ((), (PLAN,)):
-            logits[way], alone = pair.logits(*plan)
-            found[way, plan] = float((logits[way] - alone).abs().max())
-    found["other trained"] = pair.step(optimizers, PLAN)
+            off = (pair.logits(*plan) - first).abs().max()
+            assert off > 1e-3 if changes else off < WITHIN
+    pair.step(optimizers, PLAN)
     pair.routed.move_homes(np.random.default_rng(0).permuted(pair.routed.home_LE, axis=1), optimizers[0])
     for refused in (pair.model.state_dict, lambda: hf.spread_adapters(pair.model)):
         with pytest.raises(PlacementError):
             refused()
-    found["moved"] = max(pair.step(optimizers, PLAN + step) for step in range(2))
+    for step in range(2):
+        pair.step(optimizers, PLAN + step)
     pair.routed.move_homes(pair.routed.block_home_LE, optimizers[0])
-    found["back"] = pair.step(optimizers)
-    pair.model, pair.alone = (each.unload() for each in models)
-    logits["unloaded"], alone = pair.logits(PLAN)
-    found["unloaded"] = float((logits["unloaded"] - alone).abs().max())
-    return found, logits
+    pair.step(optimizers)
+    pair.model, pair.alone = (each.unload() for each in (pair.model, pair.alone))
+    assert (pair.logits(PLAN) - first).abs().max() > 1e-3
 
 
 @pytest.mark.slow
 def test_adapters_are_trained_switched_merged_moved_and_unloaded_as_on_one_process(workers, folder_of):
-    for found, logits in workers(2).run(lived, folder_of("qwen3_moe")):
-        assert {way: off < WITHIN for way, off in found.items()} == dict.fromkeys(found, True), found
-        differ = [float((logits["on"] - logits[way]).abs().max()) for way in ("merged", "other", "off", "unloaded")]
-        assert differ[0] < WITHIN
-        assert min(differ[1:]) > 1e-3, "the control: they do something"
+    workers(2).run(lived, folder_of("qwen3_moe"))
 
 
 def saved(rank, folder, written):
@@ -196,51 +181,46 @@ def saved(rank, folder, written):
     given = {name: 2 * each for name, each in peft.get_peft_model_state_dict(model).items()}
     peft.set_peft_model_state_dict(model, given)
     taken = peft.get_peft_model_state_dict(model)
-    return all(torch.equal(taken[name], each) for name, each in given.items())
+    assert all(torch.equal(taken[name], each) for name, each in given.items())
 
 
 @pytest.mark.slow
 def test_peft_loads_what_ranks_save_together_and_ranks_load_it(workers, folder_of, tmp_path):
     written = tmp_path / "adapters"
-    assert workers(2).run(saved, folder_of("qwen3_moe"), written) == [True, True]
-    loaded = peft.PeftModel.from_pretrained(base_of("qwen3_moe"), written)
+    workers(2).run(saved, folder_of("qwen3_moe"), written)
+    loaded = peft.PeftModel.from_pretrained(tiny("qwen3_moe", seed=1).double(), written)
     loaded.load_adapter(written / "other", "other")
-    expected = factors_of(with_lora(base_of("qwen3_moe")))
+    expected = factors_of(with_lora(tiny("qwen3_moe", seed=1).double()))
     assert len(expected) == 2 * 2 * 2 * 3
     assert all(torch.equal(each, expected[name]) for name, each in factors_of(loaded).items())
 
 
 def refused(rank, folder):
-    """What is said of adapters that are not spread, are added later, or are none that can be spread."""
+    """Adapters that are not spread, are added later, or are none that can be spread."""
 
-    def said(function, *args, **kwargs):
-        with pytest.raises(AttachError) as raised:
+    def require_refused(said, function, *args, **kwargs):
+        with pytest.raises(AttachError, match=said):
             function(*args, **kwargs)
-        return str(raised.value)
 
     def spread():
         return load_spread(folder, dtype=torch.float64)
 
     model, batch = with_lora(spread()), batch_of(9, seed=rank)
-    found = [said(hf.attach, model)]
+    whole = "has the factors of all experts here, where only some experts are; call hf.spread_adapters"
+    require_refused(f"^adapter default of gate_up_proj {whole}", hf.attach, model)
     hf.spread_adapters(model)
     model.add_adapter("late", model.peft_config["default"])
     model(**batch)
     model.set_adapter("late")
-    found.append(said(model, **batch))
+    require_refused(f"^adapter late of down_proj {whole}", model, **batch)
     hf.spread_adapters(model)(**batch)
-    found.append(said(hf.spread_adapters, spread()))
-    found.append(said(hf.spread_adapters, with_lora(spread(), parameters=["experts.down_proj_bias"])))
-    return found
+    none = "^no experts of this FSDPGptOssForCausalLM have adapters and are spread by foreroute"
+    require_refused(none, hf.spread_adapters, spread())
+    of_bias = with_lora(spread(), parameters=["experts.down_proj_bias"])
+    by_another = "is wrapped by ParamWrapper of down_proj_bias; expected LoRA of PEFT 0.21 on gate_up_proj"
+    require_refused(by_another, hf.spread_adapters, of_bias)
 
 
 @pytest.mark.slow
 def test_adapters_that_are_not_spread_are_refused_and_by_name(workers, folder_of):
-    for found in workers(2).run(refused, folder_of("gpt_oss")):
-        assert "is wrapped by ParamWrapper of down_proj_bias; expected LoRA of PEFT 0.21 on gate_up_proj" in found.pop()
-        assert [each.partition(";")[0] for each in found] == [
-            "adapter default of gate_up_proj has the factors of all experts here, where only some experts are",
-            "adapter late of down_proj has the factors of all experts here, where only some experts are",
-            "no experts of this FSDPGptOssForCausalLM have adapters and are spread by foreroute",
-        ]
-        assert all("call hf.spread_adapters(model)" in each for each in found[:2])
+    workers(2).run(refused, folder_of("gpt_oss"))

@@ -10,10 +10,10 @@ import torch
 from torch import nn
 
 from foreroute.adapters import hf
-from foreroute.errors import ForerouteError, PlanError
+from foreroute.errors import PlanError
 from tests.adapters.hf.families import FAMILIES, build
-from tests.ep.executor_properties import distance
-from tests.ep.spread_models import load_spread, run
+from tests.ep.executor_properties import distance, require_said, said_by
+from tests.ep.spread_steps import load_spread, run
 from tests.ep.transfer.plans import loads_MLG, split_plan, static_plan
 from tests.replay.session_subject import same
 from tests.roundings import GRADIENT_TERMS, roundings
@@ -34,41 +34,37 @@ REFUSED = {
 """What cannot be replicas, and what plans do not know at all."""
 SLOW = {"deepseek_v3", "gpt_oss", "openai_privacy_filter", "nemotron_h", "muse_spark", "inkling", "ernie4_5_vl_moe"}
 """Of other layouts each, as are those that are refused: in slow tests, all others by night."""
+SOONER = {**dict.fromkeys(SLOW | REFUSED.keys(), pytest.mark.slow), "qwen3_moe": ()}
 
 
-def spread_families():
-    for name in FAMILIES.keys() - NOT_SPREAD:
-        is_slow = name in SLOW or name in REFUSED
-        yield pytest.param(
-            name, marks=() if name == "qwen3_moe" else pytest.mark.slow if is_slow else pytest.mark.exhaustive
-        )
-
-
-def on_rank(rank, model_class, folder, sizes):
-    """What is equal to "all_to_all", by what was executed; and how far replicas are off, or what refuses them.
-
-    Equal under replicas are rows computed and planned.
-    """
+def on_rank(rank, model_class, folder, sizes, refused):
     tokens = torch.randint(1, 50, (2, 9), generator=torch.Generator().manual_seed(0 if sizes else rank))
     theirs, ours = (load_spread(folder, name, model_class=model_class, **sizes) for name in ("all_to_all", "foreroute"))
     routed, expected = hf.attach(ours), step(theirs, tokens)
-    equal = {"no plan": alike(step(ours, tokens), expected)}
+    require_alike(step(ours, tokens), expected)
     with routed.record() as recording, torch.no_grad():
         ours(input_ids=tokens, use_cache=False)
-    traces, off = [recording.trace()], None
-    try:
-        counts_MLGE = routed.gather_counts(traces)
-        static, split = static_plan(counts_MLGE), split_plan(1, counts_MLGE, routed.home_LE)
-        for what, plan in (("known splits", None), ("static", static), ("replicas", split)):
-            with routed.execute(plan, counts_MLGE, traces) as execution:
-                found = step(ours, tokens, routed.replay(traces[0]))
-            equal[what] = alike(found, expected)
-            off = distance({"": found[0]}, {"": expected[0]}), distance(found[1], expected[1])
-    except ForerouteError as error:
-        return equal, f"{type(error).__name__}: {error}"
+    traces = [recording.trace()]
+
+    def under(plan):
+        with routed.execute(plan, counts_MLGE, traces) as execution:
+            return step(ours, tokens, routed.replay(traces[0])), execution.executed_ML
+
+    if refused.startswith("AttachError"):
+        require_said(said_by(routed.gather_counts, traces), refused)
+        return
+    counts_MLGE = routed.gather_counts(traces)
+    for plan in (None, static_plan(counts_MLGE)):
+        require_alike(under(plan)[0], expected)
+    split = split_plan(1, counts_MLGE, routed.home_LE)
     assert split.num_replicas_ML.any()
-    equal["replicas"] = (execution.executed_ML == loads_MLG(split, counts_MLGE)[..., rank]).all()
-    return equal, off
+    if refused:
+        require_said(said_by(under, split), refused)
+        return
+    found, executed_ML = under(split)
+    assert (executed_ML == loads_MLG(split, counts_MLGE)[..., rank]).all()
+    off = distance({"": found[0]}, {"": expected[0]}), distance(found[1], expected[1])
+    assert max(off) < roundings(GRADIENT_TERMS), off
 
 
 def step(model, tokens, *contexts):
@@ -80,50 +76,49 @@ def step(model, tokens, *contexts):
     return run(model, {"input_ids": tokens}, *contexts, weigh=weigh)
 
 
-def alike(one, other):
-    return torch.equal(one[0], other[0]) and same(one[1], other[1])
+def require_alike(one, other):
+    assert torch.equal(one[0], other[0])
+    assert same(one[1], other[1])
 
 
 @pytest.mark.shows(
     "Hugging Face",
     '`ep_implementation="foreroute"`, without a plan and under plans: every family that transformers spreads',
 )
-@pytest.mark.parametrize("family", sorted(spread_families(), key=lambda each: each.values))
+@pytest.mark.parametrize(
+    "family",
+    [
+        pytest.param(name, marks=SOONER.get(name, pytest.mark.exhaustive))
+        for name in sorted(FAMILIES.keys() - NOT_SPREAD)
+    ],
+)
 def test_bits_are_those_of_all_to_all_and_replicas_differ_by_roundings(workers, tmp_path, family):
     model = build(family, experts="eager" if family == "step3p7" else "grouped_mm")
     # transformers splits what is fused in files when it is whole, and not when it is sharded
     model.save_pretrained(tmp_path, save_original_format=False)
-    for equal, off in workers(2).run(on_rank, type(model), tmp_path, SIZES.get(family, {})):
-        assert all(equal.values()), equal
-        if family in REFUSED:
-            assert list(equal) == ["no plan"] + ["known splits", "static"] * (family != "zaya")
-            assert off.startswith(REFUSED[family]), off
-        else:
-            assert list(equal) == ["no plan", "known splits", "static", "replicas"]
-            assert max(off) < roundings(GRADIENT_TERMS), off
+    workers(2).run(on_rank, type(model), tmp_path, SIZES.get(family, {}), REFUSED.get(family, ""))
 
 
 def refused_replicas(rank, folder):
-    """What is said of experts with a parameter that no replica computes with, and with one that is not trained."""
+    """Experts with a parameter that no replica computes with, and with one that is not trained."""
     model = load_spread(folder)
     routed, tokens = hf.attach(model), torch.ones(1, 5, dtype=torch.long)
     with routed.record() as recording, torch.no_grad():
         model(input_ids=tokens, use_cache=False)
-    traces, said = [recording.trace()], []
+    traces, path = [recording.trace()], "model.layers.1.mlp.experts"
     counts_MLGE, parameters = routed.gather_counts(traces), routed.spread.layers[1].experts._parameters
     plan = split_plan(1, counts_MLGE, routed.home_LE)
-    for name, each in (("scale", torch.ones(4)), ("down_proj", torch.ones(4, 32, 24, dtype=torch.int8))):
+    for name, each, said in (
+        ("scale", torch.ones(4), f"{path}.scale is none of gate_up_proj, up_proj and down_proj, and no _bias"),
+        ("down_proj", torch.ones(4, 32, 24, dtype=torch.int8), f"{path}.down_proj is torch.int8; expected one of"),
+    ):
         with patch.dict(parameters, {name: nn.Parameter(each, requires_grad=False)}):
             if name == "scale":
                 step(model, tokens, routed.execute(None, counts_MLGE, traces), routed.replay(traces[0]))
-            with pytest.raises(PlanError) as refused, routed.execute(plan, counts_MLGE, traces):
+            with pytest.raises(PlanError, match=said), routed.execute(plan, counts_MLGE, traces):
                 raise AssertionError("it has begun")
-        said.append(str(refused.value))
-    return said
 
 
 @pytest.mark.slow
 def test_experts_that_are_no_replicas_are_refused_by_name_and_run_at_home(workers, folder_of):
-    for scale, down in workers(2).run(refused_replicas, folder_of()):
-        assert "model.layers.1.mlp.experts.scale is none of gate_up_proj, up_proj and down_proj, and no _bias" in scale
-        assert "model.layers.1.mlp.experts.down_proj is torch.int8; expected one of float64, float32" in down
+    workers(2).run(refused_replicas, folder_of())

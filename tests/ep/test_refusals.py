@@ -1,11 +1,8 @@
-"""What cannot be executed ends with the same error on every rank, before any row is sent where that can be known.
-
-Each test stands behind the functions that worker processes run for it.
-"""
+"""What cannot be executed ends with the same error on every rank: with two groups, and models of other kinds."""
 
 import os
-from dataclasses import replace
 from datetime import timedelta
+from functools import partial
 
 import numpy as np
 import pytest
@@ -15,50 +12,38 @@ from transformers import AutoModelForCausalLM
 
 from foreroute.adapters import hf
 from foreroute.adapters.hf.expert_parallel import SITE
-from tests.ep.executor_properties import RIGHT, ending, enter, require_said, run, said_by
-from tests.ep.spread_models import load_spread
-from tests.ep.spread_steps import LAYERS, TWO_GROUPS, SpreadStep
+from tests.ep.executor_properties import LAYERS, enter, require_ended, require_said, said_by
+from tests.ep.spread_steps import TWO_GROUPS, SpreadStep, load_spread
 from tests.ep.transfer.plans import split_plan
-
-
-def executions(rank, folder, sizes):
-    """Run every case, and after each of them the right one, on the same model; by its words, how both ended."""
-    s = SpreadStep(rank, folder, sizes)
-    return {words: (ending(s, do), ending(s, lambda s: run(s, 0, 1))) for words, do in GROUPS.items()}
-
-
-def in_group(s):
-    return s.rank // 2
-
+from tests.replay.session_subject import entering
 
 GROUPS = {
     "PlanError: ranks hold different plans (rank 2: step 0, plan ": lambda s: enter(
         s, split_plan(5 + (s.rank == 3), s.counts_MLGE, s.plan.home_LE)
     ),
     "PlanError: groups bring plans that cannot run together (rank 0: step 0, 2 micro-steps, 2 slots by": lambda s: (
-        enter(s, step=in_group(s))
+        enter(s, step=s.rank // 2)
     ),
     "CountsError: rank 2: 1 micro-batches; rank 3: 1 micro-batches": lambda s: s.routed.gather_counts(
-        s.traces[in_group(s) :]
+        s.traces[s.rank // 2 :]
     ),
     "PlanError: ranks are given other homes": lambda s: s.routed.move_homes(
-        np.roll(s.plan.home_LE, in_group(s), axis=1)
+        np.roll(s.plan.home_LE, s.rank // 2, axis=1)
     ),
     "ReplayError: rank 3: 0 of 2 planned micro-batches are here": enter,
 }
-"""Kind and words of the error: what must end in it before any row is sent, in two groups of two ranks.
+"""Kind and words of the error, before any row is sent: one or all ranks of the second of two groups are wrong."""
 
-One or all ranks of the second are wrong. `executor_properties` has what is wrong in one group.
-"""
+
+def both_groups(rank, folder):
+    s = SpreadStep(rank, folder, TWO_GROUPS)
+    for words, do in GROUPS.items():
+        require_ended(s, words, do)
 
 
 @pytest.mark.slow
 def test_both_groups_end_with_the_same_error_and_go_on(workers, folder_of):
-    for outcomes in workers(4).run(executions, folder_of(), TWO_GROUPS):
-        for words, ((found, all_to_alls), right) in outcomes.items():
-            require_said(found, words)
-            assert all_to_alls == 0
-            assert right == ("nothing", RIGHT)
+    workers(4).run(both_groups, folder_of())
 
 
 NOT_OURS = {
@@ -74,46 +59,39 @@ def offloaded(model):
     return model
 
 
-def asked_of(rank, folder, name):
-    routed = hf.attach(NOT_OURS[name](folder))
-    calls = [
-        lambda: routed.gather_counts([]),
-        lambda: routed.execute(None, np.zeros((1, LAYERS, 2, 8), np.int32), []).__enter__(),
-        lambda: routed.home_LE,
-    ]
-    return [said_by(call) for call in calls]
-
-
-@pytest.mark.parametrize("name", NOT_OURS)
-def test_a_model_whose_experts_foreroute_has_not_spread_is_refused_by_name(workers, folder_of, name):
-    for ended in workers(2).run(asked_of, folder_of(), name):
-        (found,) = set(ended)
+def not_ours(rank, folder):
+    for name, load in NOT_OURS.items():
+        routed = hf.attach(load(folder))
         words = "from where replicas cannot be fetched" if "offload" in name else "are spread over ranks by foreroute"
-        require_said(found, f"AttachError: {words}")
+        for call in (
+            partial(routed.gather_counts, []),
+            entering(routed.execute, None, np.zeros((1, LAYERS, 2, 8), np.int32), []),
+            partial(getattr, routed, "home_LE"),
+        ):
+            require_said(said_by(call), f"AttachError: {words}")
+
+
+def test_a_model_whose_experts_foreroute_has_not_spread_is_refused_by_name(workers, folder_of):
+    workers(2).run(not_ours, folder_of())
 
 
 def partly_spread(rank, folder):
     model = load_spread(folder)
     del model.model.layers[1].mlp.experts.__dict__[SITE]
-    return said_by(hf.attach, model)
+    said = "AttachError: 3 routers are replayed, and 2 of their layers have experts that are spread"
+    require_said(said_by(hf.attach, model), said)
 
 
 @pytest.mark.slow
 def test_a_model_of_which_some_layers_are_spread_is_refused(workers, folder_of):
-    for found in workers(2).run(partly_spread, folder_of()):
-        require_said(found, "AttachError: 3 routers are replayed, and 2 of their layers have experts that are spread")
-
-
-def regrouped(rank, store, timeout_s):
-    """The default group once more, with a timeout as users give it."""
-    dist.destroy_process_group()
-    options = {"rank": rank, "world_size": 2, "store": dist.FileStore(str(store), 2)}
-    dist.init_process_group("gloo", timeout=timedelta(seconds=timeout_s), **options)
+    workers(2).run(partly_spread, folder_of())
 
 
 def without_a_rank(rank, folder, store):
-    """What the ranks raise of which the second dies in the last layer of a forward."""
-    regrouped(rank, store, 3)
+    """The second rank dies in the last layer of a forward, in a group with a timeout as users give it."""
+    dist.destroy_process_group()
+    options = {"rank": rank, "world_size": 2, "store": dist.FileStore(str(store), 2)}
+    dist.init_process_group("gloo", timeout=timedelta(seconds=3), **options)
     s = SpreadStep(rank, folder)
     with s.execute(), torch.no_grad():
         s.model.model.layers[2].mlp.gate.register_forward_pre_hook(lambda *_: os._exit(1) if rank else None)
@@ -127,10 +105,3 @@ def test_a_rank_that_dies_ends_the_others(doomed, folder_of, tmp_path):
     assert gone is None
     assert left.kind == "TransferError", left.trace
     assert "rows of step 0, micro-step 0, routed layer 2: rank 0 got no answer" in left.message
-
-
-def without_route(trace, which):
-    """Without that of the second token of each sequence, on which others depend, or of the last, on which none does."""
-    valid_N = trace.valid_N.copy()
-    valid_N[trace.offsets[:-1] + 1 if which == "second" else trace.offsets[1:] - 1] = False
-    return replace(trace, valid_N=valid_N)

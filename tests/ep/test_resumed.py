@@ -1,5 +1,7 @@
 """A run under plans whose homes move, saved by transformers' own means and resumed on other numbers of ranks."""
 
+from functools import partial
+
 import numpy as np
 import pytest
 import torch
@@ -8,7 +10,7 @@ from transformers.distributed.checkpoint import load_optimizer_distributed, save
 
 from foreroute.adapters import hf
 from tests.adapters.hf.model_runs import batch_of, log_probs, random_routes
-from tests.ep.spread_models import load_spread
+from tests.ep.spread_steps import load_spread
 from tests.ep.test_homes import LEAST, RATE, adamw, homes
 from tests.ep.transfer.plans import split_plan
 from tests.roundings import GRADIENT_TERMS, roundings
@@ -19,7 +21,7 @@ WITHIN = roundings(GRADIENT_TERMS, torch.float64) * 3 * RATE / LEAST
 """Behind three updates of weights near 1: Adam divides what is left of a gradient, below 1, by no less than `LEAST`."""
 
 
-def train(rank, folder, steps, moves, *, optimizer_from=None, save_to=None):
+def train(rank, folder, steps, *, moves=True, optimizer_from=None, save_to=None):
     """Losses of this rank's sequences, in steps with these numbers; saved behind them, experts at home again."""
     size = dist.get_world_size()
     model = load_spread(folder, dtype=torch.float64, fsdp_size=size, ep_size=2)
@@ -51,27 +53,18 @@ def train(rank, folder, steps, moves, *, optimizer_from=None, save_to=None):
     return losses
 
 
-def losses_of(outcomes):
-    """By step, of all ranks together."""
-    return torch.tensor(outcomes, dtype=torch.float64).mean(dim=0)
-
-
 @pytest.mark.slow
 def test_losses_of_a_resumed_run_are_those_of_one_that_went_on(workers, folder_of, tmp_path):
     """And not where the optimizer begins anew, which the comparison sees."""
-    expected = losses_of(workers(2).run(train, folder_of(), range(4), False))
-    found = losses_of(workers(2).run(first_half, folder_of(), tmp_path / "saved"))
+    saved = tmp_path / "saved"
+
+    def losses(num_ranks, *given, **options):
+        """By step, of all ranks together."""
+        return torch.tensor(workers(num_ranks).run(partial(train, **options), *given), dtype=torch.float64).mean(dim=0)
+
+    expected = losses(2, folder_of(), range(4), moves=False)
+    found = losses(2, folder_of(), range(2), save_to=saved)
     torch.testing.assert_close(found, expected[:2], rtol=0, atol=WITHIN)
-    resumed, anew = (
-        losses_of(workers(4).run(second_half, tmp_path / "saved", has_optimizer)) for has_optimizer in (True, False)
-    )
+    resumed, anew = (losses(4, saved, range(2, 4), optimizer_from=each) for each in (saved / "optimizer", None))
     torch.testing.assert_close(resumed, expected[2:], rtol=0, atol=WITHIN)
     assert abs(anew[1] - expected[3]) > 1e6 * WITHIN
-
-
-def first_half(rank, folder, save_to):
-    return train(rank, folder, range(2), True, save_to=save_to)
-
-
-def second_half(rank, folder, has_optimizer):
-    return train(rank, folder, range(2, 4), True, optimizer_from=folder / "optimizer" if has_optimizer else None)

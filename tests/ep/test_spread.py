@@ -1,26 +1,32 @@
-"""What plans are executed on: models that were loaded, wrapped, attached or compiled in one way or another.
+"""What plans are executed on: rows that they do not know, counts of all ranks, and layers that were compiled."""
 
-Each test stands behind the function that worker processes run for it.
-"""
-
+from dataclasses import replace
+from types import SimpleNamespace
 from unittest.mock import patch
 
 import numpy as np
 import pytest
 import torch
+import torch.distributed as dist
 
 from foreroute.ep import execution
 from tests.adapters.hf.model_runs import log_probs
-from tests.ep.spread_steps import LAYERS, MICRO_STEPS, SpreadStep, differing
-from tests.ep.test_refusals import without_route
+from tests.ep.executor_properties import LAYERS, MICRO_STEPS
+from tests.ep.spread_steps import SpreadStep, differing
 from tests.ep.transfer.plans import split_plan, static_plan
 from tests.roundings import require_rounded
 
 
+def without_second_routes(trace):
+    """Those of the second token of each sequence, on which others depend."""
+    valid_N = trace.valid_N.copy()
+    valid_N[trace.offsets[:-1] + 1] = False
+    return replace(trace, valid_N=valid_N)
+
+
 def with_rows_that_no_plan_knows(rank, folder):
-    """How often counts were exchanged, and log-probs under a plan and without, where second tokens have no route."""
     s, exchanged = SpreadStep(rank, folder, slots=0), []
-    s.traces = [without_route(trace, "second") if rank else trace for trace in s.traces]
+    s.traces = [without_second_routes(trace) if rank else trace for trace in s.traces]
     counts_MLGE, gather = s.routed.gather_counts(s.traces), execution.gather_counts
 
     def forwards():
@@ -28,7 +34,7 @@ def with_rows_that_no_plan_knows(rank, folder):
         for trace, batch in zip(s.traces, s.batches, strict=True):
             with torch.no_grad(), s.routed.replay(trace, missing="native"):
                 found.append(log_probs(s.model, batch))
-        return found
+        return torch.cat(found)
 
     unplanned = forwards()
     with (
@@ -36,37 +42,56 @@ def with_rows_that_no_plan_knows(rank, folder):
         pytest.warns(UserWarning, match=r"2.*2 micro-steps"),
         s.execute(static_plan(counts_MLGE), counts_MLGE),
     ):
-        planned = forwards()
-    return len(exchanged), unplanned, planned
+        require_rounded(forwards(), unplanned)
+    assert len(exchanged) == MICRO_STEPS * LAYERS
 
 
 def test_rows_without_a_route_that_others_depend_on_are_counted_when_they_run(workers, folder_of):
-    for exchanged, unplanned, planned in workers(2).run(with_rows_that_no_plan_knows, folder_of()):
-        assert exchanged == MICRO_STEPS * LAYERS
-        for one, other in zip(planned, unplanned, strict=True):
-            require_rounded(one, other)
+    workers(2).run(with_rows_that_no_plan_knows, folder_of())
+
+
+def gathered(rank, folder):
+    """Counts of all ranks, and the traces, none in the last micro-step."""
+    s = SpreadStep(rank, folder, slots=0)
+    traces = [without_second_routes(trace) for trace in s.traces]
+    if rank:
+        traces[1] = traces[1].select([])
+    found = s.routed.gather_counts(traces)
+    assert np.array_equal(found, s.routed.gather_counts([s.routed.rows(trace) for trace in traces]))
+    mine_ML = np.arange(6).reshape(3, 2)
+    executions = [SimpleNamespace(executed_ML=each + 10 * rank) for each in (mine_ML[:1], mine_ML[1:])]
+    with patch.object(dist, "all_reduce", wraps=dist.all_reduce) as call:
+        executed_MLG = s.routed.spread.gather_executed(executions)
+    assert call.call_args.kwargs["group"] is not s.routed.spread._group, "which may be NCCL's, of no host tensors"
+    assert np.array_equal(executed_MLG, mine_ML[..., None] + [0, 10])
+    return found, [(trace.expert_ids_NLK, trace.valid_N) for trace in traces]
+
+
+def test_every_rank_gets_the_counts_of_all(workers, folder_of):
+    (found_MLGE, first), (other_MLGE, second) = workers(2).run(gathered, folder_of())
+    np.testing.assert_array_equal(found_MLGE, other_MLGE)
+    for m, layer, g, expert in np.ndindex(found_MLGE.shape):
+        ids_NLK, valid_N = (first, second)[g][m]
+        assert found_MLGE[m, layer, g, expert] == (ids_NLK[valid_N, layer] == expert).sum()
+    assert found_MLGE[0, :, 0].sum()
+    assert not found_MLGE[1, :, 1].sum()
 
 
 def compiled_layers(rank, folder):
-    """Losses and gradients under two plans: as they are, compiled, and the second without a recompilation."""
-    eager = SpreadStep(rank, folder)
-    other, found = split_plan(6, eager.counts_MLGE, eager.routed.home_LE), []
+    """Losses and gradients under two plans are equal; the second brings no recompilation."""
+    eager, compiled = (SpreadStep(rank, folder, compiled=how) for how in ("", "eager"))
+    other = split_plan(6, eager.counts_MLGE, eager.routed.home_LE)
     assert not np.array_equal(other.hosts.expert_R, eager.plan.hosts.expert_R)
-    compiled = SpreadStep(rank, folder, compiled="eager")
-    for s in (eager, compiled):
-        for plan in (s.plan, other):
-            is_known = s is compiled and plan is other
-            with s.execute(plan), torch._dynamo.config.patch(error_on_recompile=is_known):
-                found.append((s.update(), s.gradients()))
-    return found
+    for plan in (eager.plan, other):
+        with eager.execute(plan):
+            losses, grads = eager.update(), eager.gradients()
+        with compiled.execute(plan), torch._dynamo.config.patch(error_on_recompile=plan is other):
+            assert compiled.update() == losses
+        assert not differing(compiled.gradients(), grads)
 
 
 @pytest.mark.shows("Hugging Face", '`torch.compile` of layers, with `ep_implementation="foreroute"` under plans')
 @pytest.mark.slow
 def test_compiled_layers_execute_plans_with_the_same_bits_and_no_recompilation_in_other_cells(workers, folder_of):
     """Split sizes are numbers of the host, and others in each cell."""
-    folder = folder_of(num_hidden_layers=2)
-    for *eager, first, second in workers(2).run(compiled_layers, folder):
-        for (losses, grads), (expected, truth) in zip((first, second), eager, strict=True):
-            assert losses == expected
-            assert not differing(grads, truth)
+    workers(2).run(compiled_layers, folder_of(num_hidden_layers=2))

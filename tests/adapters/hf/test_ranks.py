@@ -33,7 +33,7 @@ from tests.adapters.hf.model_runs import (
     whole,
     with_lora,
 )
-from tests.ep.spread_models import sharded
+from tests.ep.spread_steps import sharded
 from tests.replay.session_subject import same
 from tests.roundings import GRADIENT_TERMS, require_rounded, roundings
 

@@ -13,9 +13,8 @@ def report():
     routing = "sigmoid with bias, of groups, scaled"
     settings = on.GATES[routing]
     groups = Groups(settings["moe_router_num_groups"], settings["moe_router_group_topk"])
-    found = run_conformance(
-        MegatronUnderTest(routing, builder(settings, "block"), vocabulary=VOCABULARY, groups=groups)
-    )
+    given = MegatronUnderTest(routing, builder(settings, "block"), vocabulary=VOCABULARY, groups=groups)
+    found = run_conformance(given)
     return found.text(), {r.check.id: (str(r.outcome), r.reason) for r in found.results}
 
 
@@ -28,11 +27,8 @@ def builder(settings, recompute):
     def build(case):
         if case.selective or case.compiled:
             raise Unsupported("Megatron-Core recomputes by checkpoints of its own, and compiles no layer")
-        chosen = dict(settings)
-        if case.top_k is not None:
-            chosen["moe_router_topk"] = case.top_k
-        if case.num_experts is not None:
-            chosen["num_moe_experts"] = case.num_experts
+        sizes = {"moe_router_topk": case.top_k, "num_moe_experts": case.num_experts}
+        chosen = settings | {name: size for name, size in sizes.items() if size is not None}
         return on.model(recompute if case.checkpointing else "none", layers=3, moe_layer_freq=[0, 1, 1], **chosen)
 
     return build

@@ -47,11 +47,10 @@ class PackedAttention(MegatronModule):
 
 def zigzag(lengths, ranks, rank):
     """(sequence, position) of every slot of one context rank: chunks `rank` and `2 * ranks - 1 - rank` of each."""
+    parts, mine = (2 * ranks, (rank, 2 * ranks - 1 - rank)) if ranks > 1 else (1, (0,))
     slots = []
     for sequence, length in enumerate(lengths):
-        chunk = length // (2 * ranks)
-        assert chunk * 2 * ranks == length or ranks == 1
-        chunks = (rank, 2 * ranks - 1 - rank) if ranks > 1 else (0,)
-        chunk = chunk if ranks > 1 else length
-        slots += [(sequence, position) for c in chunks for position in range(c * chunk, (c + 1) * chunk)]
+        chunk = length // parts
+        assert chunk * parts == length
+        slots += [(sequence, position) for c in mine for position in range(c * chunk, (c + 1) * chunk)]
     return slots

@@ -63,7 +63,6 @@ class Trained:
         self.apply()
 
     def apply(self):
-        """Step, with gradients that were summed already."""
         if not self._is_megatron:
             for chunk in self.chunks:
                 for parameter in chunk.parameters():

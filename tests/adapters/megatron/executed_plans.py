@@ -1,9 +1,7 @@
 """Training with plans that are executed, and the same training with every expert at home: what there is to compare."""
 
 import contextlib
-import dataclasses
 import itertools
-from typing import Any
 
 import numpy as np
 import torch
@@ -30,35 +28,21 @@ SLOTS = 2
 LINKS = Links(4e9, 1e9, 2e9, 1e-5, 5e-5)
 
 
-@dataclasses.dataclass
 class Planned:
-    """A case before its first step."""
+    """A case before its first step: its chunks, also in DDP with an optimizer, and of a plan all that it is made of."""
 
-    chunks: list
-    routed: megatron.RoutedMegatron
-    model: Trained | None  # the chunks in DDP with an optimizer
-    batches: list
-    traces: list  # routes of the batches
-    shards: list  # those of this rank
-    plan: Any
-    counts_MLGE: np.ndarray
-
-    @classmethod
-    def of(cls, case, optimizer=None, kind="planned"):
-        """`kind` as in `trained`; nothing moves homes."""
-        chunks, routed = built(case)
-        model = optimizer and Trained(chunks, optimizer)
-        batches, traces, shards = drawn(routed, case, 0)
-        made, counts_MLGE, _ = make_plan(routed, model, kind, 0, shards, None)
-        return cls(chunks, routed, model, batches, traces, shards, made, counts_MLGE)
+    def __init__(self, case, optimizer=None):
+        self.chunks, self.routed = built(case)
+        self.model = optimizer and Trained(self.chunks, optimizer)
+        self.batches, self.traces, self.shards = drawn(self.routed, case, 0)
+        self.plan, self.counts_MLGE, _ = make_plan(self.routed, self.model, "planned", 0, self.shards, None)
 
     def execute(self):
         return self.routed.execute(self.plan, self.counts_MLGE, self.shards)
 
-    def step(self, forward=forward_step, **more):
-        """Losses and gradients of a step on the routes; `more` is said to `training_step.step`."""
+    def step(self):
         chunks = self.model.chunks if self.model else self.chunks
-        return step(chunks, carrying(self.batches, self.shards), self.routed.replaying(forward), **more)
+        return step(chunks, carrying(self.batches, self.shards), self.routed.replaying(forward_step))
 
 
 def trained(case, planned, steps=STEPS, path="direct"):
@@ -69,8 +53,8 @@ def trained(case, planned, steps=STEPS, path="direct"):
     """
     chunks, routed = built(case)
     routed.use(TransferOptions(paths=path))
-    model = Trained(chunks, case.optimizer, **dict(case.told))
-    if dict(case.told).get("overlap_grad_reduce"):
+    model = Trained(chunks, case.optimizer, **case.told)
+    if case.told.get("overlap_grad_reduce"):
         of_chunks = [chunk.no_sync for chunk in model.chunks]
         chunks[0].config.no_sync_func = of_chunks if len(of_chunks) > 1 else of_chunks[0]
     forward = routed.replaying(forward_step, padding=case.padding) if case.replays else forward_step
@@ -98,19 +82,11 @@ def trained(case, planned, steps=STEPS, path="direct"):
             found["traces"].append(digest(recording.trace()))
         finalize_model_grads(model.chunks)
         model.apply()
-    if dict(case.told).get("overlap_param_gather"):
+    if case.told.get("overlap_param_gather"):
         for chunk in model.chunks:
             for group in chunk.bucket_groups + chunk.expert_parallel_bucket_groups:
                 group.finish_param_sync()
-    found["weights"] = {
-        **whole_experts(routed, model),
-        **{
-            (i, name): tensor.detach().clone()
-            for i, chunk in enumerate(model.chunks)
-            for name, tensor in itertools.chain(chunk.named_parameters(), chunk.named_buffers())
-            if "experts." not in name
-        },
-    }
+    found["weights"] = everything(routed, model)
     for block in moe_layers(chunks).values():
         # it keeps tensors of its last pass, whose graph leads back to it: a circle that nobody collects
         block.token_dispatcher = None
@@ -118,7 +94,6 @@ def trained(case, planned, steps=STEPS, path="direct"):
 
 
 def built(case):
-    """Chunks, and the same attached."""
     install()
     initialize(case.cell)
     chunks = [chunk.bfloat16() if case.rounded else chunk for chunk in build(case.cell)]
@@ -127,22 +102,16 @@ def built(case):
 
 
 def drawn(routed, case, number):
-    """Micro-batches of a step, their routes, and those of this rank."""
-    batches = make_batches(case.cell, seed=number)
-    traces = [
-        made_up(batch, case.cell, number, m, favour_LE=favoured_LE(case, number, m), complete=case.complete)
-        for m, batch in enumerate(batches)
-    ]
-    shards = [
-        routed.shard(trace, layout_of(batch), padding=case.padding)
-        for batch, trace in zip(batches, traces, strict=True)
-    ]
-    return batches, traces, shards
+    """Micro-batches of a step, their routes, and those of this rank; all ranks favour the same experts in a cell."""
+    batches, traces, shape = make_batches(case.cell, seed=number), [], (len(case.cell.routed_layers), EXPERTS)
+    for m, batch in enumerate(batches):
+        favour_LE = np.random.default_rng((number, m)).gumbel(size=shape) * 1.5
+        traces.append(made_up(batch, case.cell, number, m, favour_LE=favour_LE, complete=case.complete))
+    return batches, traces, sharded(routed, batches, traces, padding=case.padding)
 
 
-def favoured_LE(case, *seed):
-    """Other experts in each micro-step and layer, on all ranks alike."""
-    return np.random.default_rng(seed).gumbel(size=(len(case.cell.routed_layers), EXPERTS)) * 1.5
+def sharded(routed, batches, traces, **how):
+    return [routed.shard(trace, layout_of(batch), **how) for batch, trace in zip(batches, traces, strict=True)]
 
 
 def make_plan(routed, model, planned, number, shards, data):
@@ -156,7 +125,7 @@ def make_plan(routed, model, planned, number, shards, data):
     if planned == "random":
         homes = random_plan(counts_MLGE, topology, seed=number, moves=4).home_LE
         routed.move_homes(homes, model.optimizer)
-        shards = [routed.shard(trace, layout_of(batch)) for batch, trace in zip(*data, strict=True)]
+        shards = sharded(routed, *data)
         counts_MLGE = routed.gather_counts(shards)
         return random_plan(counts_MLGE, topology, seed=number, keep=0.0, homes=homes), counts_MLGE, shards
     slots: SlotSharing = "layer" if planned == "planned" else "shared"
@@ -173,6 +142,15 @@ def rows_off_plan(routed, execution, counts_MLGE):
         int(served.cell(m, layer).loads_G(counts_MLGE[m, layer])[rank]) != execution.executed_ML[m, layer]
         for m, layer in itertools.product(range(len(counts_MLGE)), here)
     )
+
+
+def everything(routed, trained):
+    return {
+        (i, name): tensor.detach().clone()
+        for i, chunk in enumerate(trained.chunks)
+        for name, tensor in itertools.chain(chunk.named_parameters(), chunk.named_buffers())
+        if "experts." not in name
+    } | whole_experts(routed, trained)
 
 
 def whole_experts(routed, trained):

@@ -24,7 +24,7 @@ class MegatronStep(PlannedStep):
         case = ExecutionCase(
             Cell(ep=2, layers=LAYERS, recompute="uniform" if checkpointed else "none", experts=experts)
         )
-        at = Planned.of(case.in_float64() if dtype == torch.float64 else case)
+        at = Planned(case.in_float64() if dtype == torch.float64 else case)
         [self.model], self.rank, self.routed = at.chunks, dist.get_rank(), at.routed
         self.batches, self.traces = at.batches[:MICRO_STEPS], at.shards[:MICRO_STEPS]
         self.counts_MLGE = self.routed.gather_counts(self.traces)

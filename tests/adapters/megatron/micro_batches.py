@@ -58,11 +58,11 @@ class Batch:
         return self.laid_out([torch.arange(a, b) for a, b in itertools.pairwise(ends)], PAD_ROW)
 
 
-def layout_of(batch, side="right"):
+def layout_of(batch):
     """Where its rows are, before ranks share it."""
     if batch.packed:
         return layout.pack(np.array(batch.lengths), align=batch.align)
-    return layout.pad(np.array(batch.lengths), side=side, order="sbhd", to=batch.width)
+    return layout.pad(np.array(batch.lengths), side="right", order="sbhd", to=batch.width)
 
 
 def make_batches(cell, seed=0):
@@ -100,7 +100,7 @@ def model_inputs(batch):
         "input_ids": cut(batch, tokens),
         "position_ids": cut(batch, positions),
         "labels": cut(batch, tokens.roll(-1, 1)),
-        "attention_mask": None if batch.packed else _causal(batch.width),
+        "attention_mask": None if batch.packed else torch.ones(batch.width, batch.width).triu(1).bool()[None, None],
         "packed_seq_params": _packed(batch) if batch.packed else None,
     }
     return inputs, cut(batch, weights)
@@ -114,17 +114,13 @@ def _packed(batch):
     return PackedSeqParams("thd", real, real, padded, padded, longest, longest)
 
 
-def _causal(width):
-    return torch.ones(width, width, dtype=torch.bool).triu(1)[None, None]
-
-
 def _padded(values, width, fill):
     return torch.cat([values, torch.full((width - len(values),), fill, dtype=values.dtype)])
 
 
 def made_up(batch, cell, *seed, favour_LE=0.0, complete=False):
     """Routes that no router chose, for every row but each sequence's last, which an engine never computes."""
-    layers, top_k = cell.routed_layers, dict(cell.settings).get("moe_router_topk", TOP_K)
+    layers, top_k = cell.routed_layers, cell.settings.get("moe_router_topk", TOP_K)
     rng = np.random.default_rng((*seed, parallel_state.get_data_parallel_rank()))
     scores = [rng.gumbel(size=(n - 1 + complete, len(layers), EXPERTS)) + favour_LE for n in batch.lengths]
     routes = [np.argsort(-each, axis=-1)[..., :top_k] for each in scores]

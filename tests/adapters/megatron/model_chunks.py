@@ -91,17 +91,17 @@ def config(cell):
             **settings,
             **sizes_of(cell),
             **RECOMPUTE_SETTINGS[cell.recompute],
-            **dict(cell.settings),
+            **cell.settings,
         }
     )
 
 
-def build(cell, seed=0, **more):
-    """The model chunks of this rank, a list of one without virtual stages; `more` is said to GPTModel."""
+def build(cell, seed=0):
+    """The model chunks of this rank, a list of one without virtual stages."""
     torch.manual_seed(seed)
     configured = config(cell)
     stages = range(cell.vpp) if cell.vpp > 1 else [None]
-    chunks = [_chunk(cell, configured, stage, **more) for stage in stages]
+    chunks = [_chunk(cell, configured, stage) for stage in stages]
     if "fused" in cell.experts:
         grouped_linear.fuse(chunks)
     return chunks
@@ -113,7 +113,7 @@ def attached(cell):
     return chunks, megatron.attach(chunks)
 
 
-def _chunk(cell, configured, stage, **more):
+def _chunk(cell, configured, stage):
     block = get_gpt_decoder_block_spec(configured, use_transformer_engine=False, vp_stage=stage)
     if not cell.as_shipped:
         megatron_on_cpu.use_norm(
@@ -137,5 +137,4 @@ def _chunk(cell, configured, stage, **more):
         post_process=parallel_state.is_pipeline_last_stage(**is_stage),
         mtp_block_spec=extra,
         vp_stage=stage,
-        **more,
     )

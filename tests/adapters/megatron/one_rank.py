@@ -3,6 +3,7 @@
 import traceback
 from contextlib import contextmanager
 from functools import partial
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -10,37 +11,24 @@ from torch.utils.checkpoint import checkpoint
 
 from foreroute.adapters import megatron
 from tests.adapters.megatron import model_chunks
-from tests.adapters.megatron.grid import Cell
+from tests.adapters.megatron.grid import GROUPS, Cell
 from tests.adapters.megatron.model_chunks import RECOMPUTE_SETTINGS, initialize
 from tests.adapters.megatron.training_step import watching
 from tests.replay.session_properties import PROPERTIES
 from tests.replay.session_subject import Given, Subject, batch_of
 
+BEFORE, SIGMOID = {"moe_router_pre_softmax": True}, {"moe_router_score_function": "sigmoid"}
 GATES = {
     "softmax after": {},
-    "softmax before": {"moe_router_pre_softmax": True},
-    "softmax before, scaled": {"moe_router_pre_softmax": True, "moe_router_topk_scaling_factor": 2.5},
-    "softmax before, one pick": {"moe_router_pre_softmax": True, "moe_router_topk": 1},
-    "softmax before, of groups": {
-        "moe_router_pre_softmax": True,
-        "moe_router_num_groups": 4,
-        "moe_router_group_topk": 2,
-    },
+    "softmax before": BEFORE,
+    "softmax before, scaled": {**BEFORE, "moe_router_topk_scaling_factor": 2.5},
+    "softmax before, one pick": {**BEFORE, "moe_router_topk": 1},
+    "softmax before, of groups": {**BEFORE, "moe_router_num_groups": 4, "moe_router_group_topk": 2},
     # the sum of two that opens a group may leave the best expert of all outside
-    "softmax before, two picks of one group": {
-        "moe_router_pre_softmax": True,
-        "moe_router_num_groups": 2,
-        "moe_router_group_topk": 1,
-    },
-    "sigmoid": {"moe_router_score_function": "sigmoid"},
-    "sigmoid with bias": {"moe_router_score_function": "sigmoid", "moe_router_enable_expert_bias": True},
-    "sigmoid with bias, of groups, scaled": {
-        "moe_router_score_function": "sigmoid",
-        "moe_router_enable_expert_bias": True,
-        "moe_router_num_groups": 4,
-        "moe_router_group_topk": 2,
-        "moe_router_topk_scaling_factor": 2.5,
-    },
+    "softmax before, two picks of one group": {**BEFORE, "moe_router_num_groups": 2, "moe_router_group_topk": 1},
+    "sigmoid": SIGMOID,
+    "sigmoid with bias": {**SIGMOID, "moe_router_enable_expert_bias": True},
+    "sigmoid with bias, of groups, scaled": GROUPS,
     "double precision": {"moe_router_dtype": "fp64"},
     "parameters' precision": {"moe_router_dtype": None},
     "input jitter": {"moe_input_jitter_eps": 0.01},
@@ -60,7 +48,7 @@ def model(recompute="none", seed=0, layers=4, **settings):
     settings = {"moe_layer_freq": [1, 0, 1, 1], **settings} if layers == 4 else settings
     initialize(Cell())
     settings |= RECOMPUTE_SETTINGS[recompute]
-    [built] = model_chunks.build(Cell(layers=layers, settings=tuple(settings.items())), seed)
+    [built] = model_chunks.build(Cell(layers=layers, settings=settings), seed)
     for name, buffer in built.named_buffers():
         if name.endswith("expert_bias"):
             buffer.copy_(torch.linspace(-0.2, 0.2, len(buffer)))
@@ -78,8 +66,6 @@ def failures(asked):
 
 
 class MegatronSubject(Subject):
-    """One configuration for each kind of gate."""
-
     gates = tuple(GATES)
     recomputations = (*RECOMPUTE_SETTINGS, *BY_HAND)
 
@@ -139,18 +125,13 @@ class MegatronSubject(Subject):
     def scores(self):
         seen = []
 
-        def watch(router):
-            gating = router.gating
-
-            def noting(hidden):
-                logits = gating(hidden)
-                seen.append(selected_by(router, logits.detach().double()).transpose(0, 1))
-                return logits
-
-            router.gating = noting
+        def noting(router, gating, hidden):
+            logits = gating(hidden)
+            seen.append(selected_by(router, logits.detach().double()).transpose(0, 1))
+            return logits
 
         for router in self.routers:
-            watch(router)
+            router.gating = partial(noting, router, router.gating)
         yield seen
         for router in self.routers:
             del router.gating
@@ -162,16 +143,16 @@ class MegatronSubject(Subject):
 
     @contextmanager
     def bypassed(self, block):
-        kept = []
-        with torch.no_grad(), block_route(block, lambda *args: kept.append(type(block).route(block, *args)) or kept[0]):
+        kept, route = [], block.route
+        with torch.no_grad(), patch.object(block, "route", lambda *args: kept.append(route(*args)) or kept[0]):
             self.run(batch_of())
-        with block_route(block, lambda *args: kept[0]):
+        with patch.object(block, "route", lambda *args: kept[0]):
             yield
 
     @contextmanager
     def run_twice(self, block):
         route = block.route
-        with block_route(block, lambda *args: (route(*args), route(*args))[1]):
+        with patch.object(block, "route", lambda *args: (route(*args), route(*args))[1]):
             yield
 
     def wrong_calls(self, batch):
@@ -185,18 +166,10 @@ class MegatronSubject(Subject):
 
 
 def in_a_checkpoint(run, reentrant):
-
     def again(hidden_states, **more):
         return checkpoint(lambda hidden: run(hidden_states=hidden, **more), hidden_states, use_reentrant=reentrant)
 
     return again
-
-
-@contextmanager
-def block_route(block, stand_in):
-    block.route = stand_in
-    yield
-    del block.route
 
 
 def selected_by(router, logits_RE):

@@ -4,19 +4,13 @@ On one rank, of any device. What more ranks add is the cut of rows, which tests 
 own functions.
 """
 
-from __future__ import annotations
-
-from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
-from torch import Tensor, nn
 
 from foreroute.adapters import megatron
-from foreroute.conformance.adapter import AdapterUnderTest, Batch, Case, Fault, Groups, Seen, Unsupported
+from foreroute.conformance.adapter import AdapterUnderTest, Fault, Seen, Unsupported
 from foreroute.conformance.torch_model import TorchModel, TorchStep, padded, raise_once
 from tests.adapters.megatron.training_step import watching
 
@@ -29,48 +23,39 @@ class MegatronUnderTest(AdapterUnderTest):
     # a dispatcher is given a map of experts, without order
     picks_in_order = False
 
-    def __init__(
-        self,
-        name: str,
-        build_model: Callable[[Case], nn.Module],
-        *,
-        vocabulary: int,
-        groups: Groups | None = None,
-    ) -> None:
+    def __init__(self, name, build_model, *, vocabulary, groups=None):
         self.name = f"foreroute.adapters.megatron on {name}"
-        self.vocabulary = vocabulary
-        self.groups = groups
-        self._build_model = build_model
+        self.vocabulary, self.groups, self._build_model = vocabulary, groups, build_model
 
-    def build(self, case: Case) -> MegatronModel:
+    def build(self, case):
         """A new model of the case; in training mode where it recomputes, as Megatron does in no other."""
         return MegatronModel(lambda: self._build_model(case).train(case.checkpointing))
 
-    def attach(self, model: Any) -> megatron.RoutedMegatron:
+    def attach(self, model):
         return megatron.attach(model.model)
 
 
 class MegatronModel(TorchModel):
     """A model of Megatron-Core with a probe at its token dispatchers; built again for parts that traps are made of."""
 
-    def __init__(self, build: Callable[[], Any]) -> None:
+    def __init__(self, build):
         super().__init__(build())
         self._build = build
 
     @property
-    def router_weights(self) -> tuple[str, ...]:
-        """In layer order."""
+    def router_weights(self):
         return tuple(f"{path}.router.weight" for path in _blocks(self.model) if path != HEAD)
 
-    def forward(self, batch: Batch, *, grad: bool = True) -> TorchStep:
+    def forward(self, batch, *, grad=True):
         if batch.padding == "left":
             raise Unsupported("padding on the left is told by a layout")
         input_ids, real_BT = padded(batch, next(self.model.parameters()).device)
         positions = torch.arange(batch.width, device=input_ids.device).expand_as(input_ids)
+        ahead = torch.ones(batch.width, batch.width, dtype=torch.bool, device=input_ids.device).triu(1)
+        unseen = (ahead | ~real_BT[:, None, :])[:, None]  # [B, 1, T, T], where a query must not look
         with torch.set_grad_enabled(grad), self._probed() as given:
-            losses_BT = self.model(input_ids, positions, _unseen(real_BT), labels=input_ids.roll(-1, 1))
-            wanted = real_BT[:, 1:] & real_BT[:, :-1]
-            losses_R = losses_BT[:, :-1][wanted]
+            losses_BT = self.model(input_ids, positions, unseen, labels=input_ids.roll(-1, 1))
+            losses_R = losses_BT[:, :-1][real_BT[:, 1:] & real_BT[:, :-1]]
             loss = losses_R.mean()
         of_decoder = [picked for path, picked in given.items() if path != HEAD]
         ids, gates = (np.stack(parts, axis=2) for parts in zip(*of_decoder, strict=True))
@@ -85,7 +70,7 @@ class MegatronModel(TorchModel):
         )
         return TorchStep(seen, loss)
 
-    def inject(self, fault: Fault) -> None:
+    def inject(self, fault):
         *_, block = _blocks(self.model).values()
         if fault is Fault.FORWARD_RAISES:
             raise_once(block)
@@ -101,39 +86,28 @@ class MegatronModel(TorchModel):
             self.model.add_module(HEAD, spare)
             self.model.decoder.register_forward_hook(self._run_head)
 
-    def _run_head(self, decoder: nn.Module, args: Any, hidden: Tensor) -> None:
+    def _run_head(self, decoder, args, hidden):
         getattr(self.model, HEAD)(hidden)
 
     @contextmanager
-    def _probed(self) -> Iterator[dict[str, tuple[NDArray[Any], NDArray[Any]]]]:
+    def _probed(self):
         """What every dispatcher is given: ids [B, T, K] and gate weights [B, T, K], by falling weight."""
-        given: dict[str, tuple[NDArray[Any], NDArray[Any]]] = {}
-        blocks = _blocks(self.model)
+        given, blocks = {}, _blocks(self.model)
 
-        def note(path: str, hidden: Tensor, routing_map: Tensor, probs: Tensor) -> None:
+        def note(path, hidden, routing_map, probs):
             given[path] = _picks(hidden, routing_map, probs, blocks[path].router.topk)
 
         with watching(blocks, note):
             yield given
 
 
-def _blocks(model: nn.Module) -> dict[str, Any]:
+def _blocks(model):
     named = model.named_modules()
     return {n: part for n, part in named if hasattr(part, "token_dispatcher") and n.startswith(("decoder.", HEAD))}
 
 
-def _unseen(real_BT: Tensor) -> Tensor:
-    """Bool [B, 1, T, T], True where a query must not look: ahead of itself, and at padding."""
-    width = real_BT.shape[1]
-    ahead = torch.ones(width, width, dtype=torch.bool, device=real_BT.device).triu(1)
-    return (ahead | ~real_BT[:, None, :])[:, None]
-
-
-def _picks(hidden: Tensor, routing_map: Tensor, probs: Tensor, top_k: int) -> tuple[NDArray[Any], NDArray[Any]]:
-    """Ids and weights [B, T, K] by falling weight, of a dispatcher's input [T, B, ...].
-
-    Where a token goes to fewer experts, the first of them again.
-    """
+def _picks(hidden, routing_map, probs, top_k):
+    """Of a dispatcher's input [T, B, ...]; where a token goes to fewer experts, the first of them again."""
     map_RE, probs_RE = routing_map.detach().cpu().numpy().astype(bool), probs.detach().float().cpu().numpy()
     order_RK = np.argsort(-np.where(map_RE, probs_RE, -np.inf), axis=1, kind="stable")[:, :top_k]
     ids_RK = np.where(np.take_along_axis(map_RE, order_RK, 1), order_RK, order_RK[:, :1])
@@ -142,10 +116,10 @@ def _picks(hidden: Tensor, routing_map: Tensor, probs: Tensor, top_k: int) -> tu
     return ids_RK.reshape(shape).swapaxes(0, 1), weights_RK.reshape(shape).swapaxes(0, 1)
 
 
-def _fused(router: Any) -> Callable[..., tuple[Tensor, Tensor]]:
+def _fused(router):
     """The selection computed beside the router module."""
 
-    def route(hidden: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
+    def route(hidden, *_):
         flat = hidden.reshape(-1, hidden.shape[-1])
         scores = (flat @ router.weight.T.to(flat)).softmax(-1)
         values, ids = scores.topk(router.topk, dim=-1)

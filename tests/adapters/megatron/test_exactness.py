@@ -37,7 +37,6 @@ def test_gates_and_gradients_against_a_dense_oracle():
 
 
 def drawn(gate):
-    """A router, hidden states [R, 1, H] and experts to force [R, K]."""
     site = MegatronSubject.built(gate).routed.chunks[0].sites[0]
     generator = torch.Generator().manual_seed(5)
     hidden = torch.randn(ROWS, 1, site.module.config.hidden_size, generator=generator)

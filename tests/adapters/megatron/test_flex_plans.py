@@ -1,7 +1,4 @@
-"""Plans on the flex dispatcher: its kernels are told places, and training goes on as if every expert were at home.
-
-Losses and gradients of all splits are in `test_plan_execution`.
-"""
+"""Plans on the flex dispatcher: its kernels are told places, and training goes on as if every expert were at home."""
 
 import contextlib
 from unittest import mock
@@ -16,11 +13,11 @@ from foreroute.errors import PlanError
 from tests.adapters.megatron import test_replicas_inside as inside
 from tests.adapters.megatron.executed_plans import Planned, furthest, trained
 from tests.adapters.megatron.forked_ranks import on_ranks
-from tests.adapters.megatron.grid import FLEX_BACKENDS, Cell, on_flex
+from tests.adapters.megatron.grid import FLEX_BACKENDS, Cell, ExecutionCase
 from tests.adapters.megatron.training_step import moe_layers
 from tests.trainers.verl.flex_kernels import SEEN
 
-TOLD = Cell(ep=2, layers=2)
+TOLD = ExecutionCase(Cell(ep=2, layers=2))
 
 
 def check_cases(cases):
@@ -55,7 +52,7 @@ def off_by_one(device, cells, counts_CGE, rank, num_local):
 def test_the_comparison_sees_a_pick_that_goes_elsewhere():
     """What is trained is far off, or rows have no room in what was known."""
     for backend in FLEX_BACKENDS:
-        case = on_flex(backend, TOLD).in_float64()
+        case = TOLD.on_flex(backend).in_float64()
         plain = trained(case, None, steps=1)
         assert max(furthest(trained(case, "planned", steps=1), plain).values()) <= inside.EXACT
         with mock.patch.object(execution, "upload_places", off_by_one):
@@ -71,7 +68,7 @@ def test_the_comparison_sees_a_pick_that_goes_elsewhere():
 @on_ranks(2)
 def test_a_budget_that_is_too_small_is_seen():
     """HybridEP drops the row and says so."""
-    at = Planned.of(on_flex("hybridep", TOLD))
+    at = Planned(TOLD.on_flex("hybridep"))
     begin = kernels.FlexHandle.__init__
 
     def short(handle, *given):
@@ -86,7 +83,7 @@ def test_a_budget_that_is_too_small_is_seen():
 
 @on_ranks(2)
 def test_other_kernels_are_refused():
-    at = Planned.of(on_flex("hybridep", TOLD))
+    at = Planned(TOLD.on_flex("hybridep"))
     for layer in moe_layers(at.chunks).values():
         layer.token_dispatcher._comm_manager = object()
         layer.config.moe_flex_dispatcher_backend = "ncclep"

@@ -1,7 +1,4 @@
-"""Replay in every way of training in parallel that runs on the CPU, and of layers that are not simply all of them.
-
-Score functions are asked of sessions, in `tests.replay`.
-"""
+"""Replay in every way of training in parallel that runs on the CPU, and of layers that are not simply all of them."""
 
 import os
 from importlib import metadata

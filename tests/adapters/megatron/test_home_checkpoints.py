@@ -17,9 +17,9 @@ from foreroute.adapters import megatron
 from foreroute.errors import PlacementError
 from foreroute.testing.megatron_on_cpu import write_checkpoints_without_server
 from tests.adapters.megatron.cpu_optimizers import Trained
-from tests.adapters.megatron.executed_plans import whole_experts
+from tests.adapters.megatron.executed_plans import everything
 from tests.adapters.megatron.forked_ranks import on_ranks
-from tests.adapters.megatron.grid import Cell, with_settings
+from tests.adapters.megatron.grid import Cell
 from tests.adapters.megatron.micro_batches import make_batches
 from tests.adapters.megatron.model_chunks import build, initialize
 from tests.adapters.megatron.training_step import moe_layers, step
@@ -36,13 +36,12 @@ def test_distributed_checkpoints_are_in_logical_order():
 @pytest.mark.slow
 @on_ranks(4)
 def test_so_are_those_of_a_distributed_optimizer():
-    dense_first = with_settings({"moe_layer_freq": [0, 1]}, ep=2, layers=2, experts="grouped")
+    dense_first = Cell(ep=2, layers=2, experts="grouped", settings={"moe_layer_freq": [0, 1]})
     check_round_trips(dense_first, "distributed master weights")
 
 
 def check_round_trips(cell, kind):
     """Megatron alone reads what was written while experts were away, and the other way round; both train on alike."""
-    initialize(cell)
     away = Run(cell, kind, seed=0, attached=True)
     away.move(1)
     away.train(1)
@@ -70,15 +69,13 @@ def check_round_trips(cell, kind):
 @on_ranks(2)
 def test_other_formats_are_refused_while_experts_are_away():
     """By name; and what another placement filled is no state dict of this one."""
-    cell = Cell(ep=2, layers=2)
-    initialize(cell)
-    run = Run(cell, "distributed", seed=0, attached=True)
+    run = Run(Cell(ep=2, layers=2), "distributed", seed=0, attached=True)
     [block, *_] = moe_layers([run.model]).values()
-    of_experts = {id(parameter) for parameter in block.experts.parameters()}
+    of_experts = {*block.experts.parameters()}
     [part] = [
         part
         for part in run.trained.optimizer.chained_optimizers
-        if any(id(parameter) in of_experts for group in part.model_fp32_groups for parameter in group)
+        if not of_experts.isdisjoint(parameter for group in part.model_fp32_groups for parameter in group)
     ]
     before = run.model.state_dict()
     run.train(1)
@@ -115,8 +112,7 @@ def test_other_formats_are_refused_while_experts_are_away():
 def test_all_stages_refuse_what_one_cannot_save():
     """Also one without experts, and one whose experts stay: they would wait for the others in the save."""
     for moe_layers_of in ([0, 1], [1, 1]):
-        cell = with_settings({"moe_layer_freq": moe_layers_of}, ep=2, pp=2, layers=2)
-        initialize(cell)
+        cell = Cell(ep=2, pp=2, layers=2, settings={"moe_layer_freq": moe_layers_of})
         run = Run(cell, "distributed", seed=0, attached=True)
         there_LE, metadata = run.routed.block_home_LE.copy(), FORMAT | {"singleton_local_shards": True}
         there_LE[-1] = there_LE[-1, ::-1]
@@ -131,6 +127,8 @@ def test_all_stages_refuse_what_one_cannot_save():
 class Run:
     def __init__(self, cell, kind, seed, attached=False):
         self.cell = cell
+        if attached:  # the first of them
+            initialize(cell)
         chunks = build(cell, seed)
         self.model = chunks[0]
         self.routed = megatron.attach(chunks) if attached else None
@@ -168,15 +166,9 @@ class Run:
 
     def differing(self, other):
         """Keys of experts, with their state, and of other weights that are not the same bit for bit in both."""
-        mine, theirs = self.everything(), other.everything()
+        mine, theirs = (everything(run.routed or megatron.attach(run.model), run.trained) for run in (self, other))
         assert mine.keys() == theirs.keys()
         return [key for key in mine if not torch.equal(mine[key], theirs[key])]
-
-    def everything(self):
-        dense = {
-            (name, "dense"): p.detach().clone() for name, p in self.model.named_parameters() if "experts." not in name
-        }
-        return whole_experts(self.routed or megatron.attach(self.model), self.trained) | dense
 
 
 def steps_of_groups():

@@ -9,17 +9,16 @@ from foreroute.adapters.megatron import expert_parameters, planned_experts
 from foreroute.ep.transfer.home_moves import MovingLayer
 from tests.adapters.megatron.executed_plans import furthest, trained
 from tests.adapters.megatron.forked_ranks import on_ranks
-from tests.adapters.megatron.grid import BIASED, OVERLAP, Cell, ExecutionCase, with_settings
+from tests.adapters.megatron.grid import BIASED, OVERLAP, Cell, ExecutionCase
 from tests.trainers.verl import flex_kernels  # noqa: F401  # of DeepEP and HybridEP, which the flex dispatcher takes
 
-DEEP_EP = {"moe_flex_dispatcher_backend": "deepep"}
 BALANCED = {**BIASED, "moe_router_load_balancing_type": "aux_loss", "moe_aux_loss_coeff": 0.1}
 CASES = [
     ExecutionCase(Cell(ep=2, layers=2, dispatcher="allgather", packed=True, recompute="uniform"), 2, "adafactor"),
     ExecutionCase(Cell(ep=2, tp=2, layers=2, packed=True, recompute="selective"), 2, "master weights"),
-    ExecutionCase(with_settings(BALANCED, ep=2, layers=2), 2, "float32", replays=False),
-    ExecutionCase(with_settings(DEEP_EP, ep=2, layers=2, dispatcher="flex"), 2, "adamw"),
-    ExecutionCase(with_settings({"moe_layer_freq": [0, 1]}, ep=2, pp=2, layers=2), 4, "adamw"),
+    ExecutionCase(Cell(ep=2, layers=2, settings=BALANCED), 2, "float32", replays=False),
+    ExecutionCase(Cell(ep=2, layers=2), 2, "adamw").on_flex("deepep"),
+    ExecutionCase(Cell(ep=2, pp=2, layers=2, settings={"moe_layer_freq": [0, 1]}), 4, "adamw"),
     ExecutionCase(Cell(ep=2, tp=2, layers=1), 4, "distributed master weights", OVERLAP, replays=False),
 ]
 """How the model is split, its optimizer, and whether routes are replayed. In the last, ranks hold parts of weights."""

@@ -24,40 +24,33 @@ WHOLE, SHORT = batch_of(WIDTH, WIDTH), batch_of(WIDTH, 7)
 class Chunk:
     """A model there, with two sequences and routes that no router chose."""
 
-    def __init__(self, device, batch, model, routed, masked):
-        self.device, self.model, self.routed = device, model.to(DEVICE), routed
-        self.trace, self.padding = foreign(self.routed.spec, batch), (~batch.real_BT).to(DEVICE)
+    def __init__(self, device, batch, on, trace, masked):
+        self.device, self.model, self.routed = device, on.model.to(DEVICE), on.routed
+        self.trace, self.padding = trace, (~batch.real_BT).to(DEVICE)
         self.layout = pad(batch.lengths, side="right", order="sbhd", to=WIDTH)
         causal = torch.ones(WIDTH, WIDTH, dtype=torch.bool).triu(1)[None, None]
         given = batch.ids_BT, torch.arange(WIDTH).expand_as(batch.ids_BT), causal
-        self.tokens, *self.others = (each.clone().to(DEVICE) for each in given)
+        self.given = [each.clone().to(DEVICE) for each in given]
         self.more = {"padding_mask": self.padding} if masked else {}
-        self.forward()  # what Megatron keeps is made
-
-    def forward(self):
-        self.model(self.tokens, *self.others, **self.more)
-
-    def overwrite(self):
-        self.tokens.zero_()
-        self.padding.zero_()
+        self.waits()  # what Megatron keeps is made
 
     def waits(self):
         self.device.reads.clear()
-        self.forward()
+        self.model(*self.given, **self.more)
         return sum(self.device.reads.values())
 
 
 @contextlib.contextmanager
 def chunk(batch=WHOLE, *, masked=False):
     """It was never called on the CPU: Megatron keeps what it computes of positions where it was computed."""
-    on = MegatronSubject(model())
-    routed = on.routed
+    on = MegatronSubject(model(layers=2))
+    trace = foreign(on.routed.spec, batch)
     with other_device() as device, mock.patch.object(torch.cuda, "current_device", return_value=DEVICE):
-        yield Chunk(device, batch, on.model, routed, masked)
+        yield Chunk(device, batch, on, trace, masked)
 
 
 @on_ranks(1)
-def test_a_replayed_forward_waits_for_nothing():
+def test_replayed_and_recorded_forwards_wait_for_nothing():
     for batch, masked in ((WHOLE, False), (SHORT, False), (SHORT, True)):
         with chunk(batch, masked=masked) as there, torch.no_grad():
             unpatched = there.waits()
@@ -70,20 +63,14 @@ def test_a_replayed_forward_waits_for_nothing():
             with there.routed.listening(rows := RootRows(there.routed)), there.routed.replay(shard):
                 assert there.waits() == unpatched, "roots are counted"
             assert rows.read(there.trace.lengths).roots_N.any()
-
-
-@on_ranks(1)
-def test_a_recorded_forward_waits_for_nothing():
-    """What the batch holds is read when the trace is asked for, though it has been overwritten since."""
-    for masked in (False, True):
-        with chunk(SHORT, masked=masked) as there, torch.no_grad():
-            unpatched = there.waits()
             with there.routed.record(margins=True) as recording:
                 assert there.waits() == unpatched
-            there.overwrite()
-            trace, lengths = recording.trace(), SHORT.lengths if masked else WHOLE.lengths
-            expected = [row[:length].tolist() for row, length in zip(SHORT.ids_BT, lengths, strict=True)]
-            assert [trace.tokens(s).tolist() for s in range(2)] == expected
+            # what the batch holds is read when the trace is asked for, though it has been overwritten since
+            there.given[0].zero_()
+            there.padding.zero_()
+            trace, lengths = recording.trace(), batch.lengths if masked else WHOLE.lengths
+            for s, length in enumerate(lengths):
+                assert trace.tokens(s).tolist() == batch.ids_BT[s, :length].tolist()
 
 
 @on_ranks(1)

@@ -14,7 +14,7 @@ from foreroute.layout import pack, pad
 from foreroute.trace import DecisionStream
 from tests.adapters.megatron.forked_ranks import on_ranks
 from tests.adapters.megatron.grid import SHAPES, Cell
-from tests.adapters.megatron.model_chunks import attached
+from tests.adapters.megatron.model_chunks import attached, build, initialize
 from tests.adapters.megatron.one_rank import MegatronSubject, model
 from tests.replay.session_subject import (
     batch_of,
@@ -33,18 +33,18 @@ PACKED = {"input_ids": BATCH.ids_BT.view(1, -1), "position_ids": torch.arange(WI
 
 
 def of_cell(cell):
-    [built], routed = attached(cell)
-    on = MegatronSubject(built.train())
-    on.routed = routed
-    return on, foreign(routed.spec, BATCH)
+    initialize(cell)
+    on = MegatronSubject(build(cell)[0].train())
+    return on, foreign(on.routed.spec, BATCH)
 
 
 @on_ranks(2)
 def test_routers_beside_the_decoder_are_named_on_every_stage():
-    _, routed = attached(SHAPES["multi-token prediction on the last stage"])
+    cell = SHAPES["multi-token prediction on the last stage"]
+    _, routed = attached(cell)
     [name] = routed.native_routers
     assert name.startswith("mtp.layers.0.")
-    assert len(routed.spec.layers) == SHAPES["multi-token prediction on the last stage"].layers
+    assert len(routed.spec.layers) == cell.layers
 
 
 @on_ranks(1)

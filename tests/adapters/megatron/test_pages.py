@@ -1,11 +1,7 @@
 """What the documentation says about Megatron runs: its code blocks, and the example."""
 
-import contextlib
-import io
 import re
-import sys
 from types import SimpleNamespace
-from unittest import mock
 
 import pytest
 import torch
@@ -19,17 +15,16 @@ from tests.adapters.megatron.forked_ranks import ROOT, on_ranks
 from tests.adapters.megatron.grid import Cell
 from tests.adapters.megatron.model_chunks import EXPERTS, TOP_K, VOCABULARY, attached, build, initialize
 from tests.adapters.megatron.training_step import Dispatched
+from tests.ep.test_example import run_example
 from tests.replay.session_subject import batch_of, foreign
 
 PAGE = "docs/megatron.md"
-EXAMPLE = ROOT / "examples" / "megatron" / "grpo.py"
 PAGE_WIDTH = 16
 FENCE = re.compile(r"^```python\n(.*?)^```", re.MULTILINE | re.DOTALL)
 
 
 @on_ranks(1)
 def test_every_block_of_the_page_runs():
-    """As a reader would run them, one after the other."""
     text, namespace = (ROOT / PAGE).read_text(), a_users_things()
     blocks = list(FENCE.finditer(text))
     assert len(blocks) == 8
@@ -42,28 +37,14 @@ def test_every_block_of_the_page_runs():
 @on_ranks(2)
 def test_the_example_trains_on_two_ranks():
     seen = r"^step \d: .*k3 on own routes (\S+), k3 on the engine's (\S+),.* planned (\S+), executed (\S+)$"
-    printed = gather_objects(run_example("--steps", "2"), dist.group.WORLD, "comparing")
+    sizes = "WIDTH, GROUP, GROUPS = 32, 4, "
+    printed = run_example(0, "megatron/grpo.py", f"{sizes}16, 8, 4", f"{sizes}9, 8, 2", "--steps", "2")
+    printed = gather_objects(printed, dist.group.WORLD, "comparing")
     lines = re.findall(seen, "".join(printed), re.MULTILINE)
     assert len(lines) == 2, printed
     native, replayed, *_ = (sum(map(float, column)) for column in zip(*lines, strict=True))
     assert 0 < replayed < native / 2, lines
     assert all(planned == executed for *_, planned, executed in lines), lines
-
-
-def run_example(*arguments):
-    """What a process of torchrun prints, in the group that is there; of fewer and shorter answers, for time."""
-    source = EXAMPLE.read_text().replace(
-        "WIDTH, GROUP, GROUPS = 32, 4, 16, 8, 4", "WIDTH, GROUP, GROUPS = 32, 4, 9, 8, 2"
-    )
-    assert "32, 4, 9" in source
-    with (
-        contextlib.redirect_stdout(io.StringIO()) as printed,
-        mock.patch.object(dist, "init_process_group"),
-        mock.patch.object(dist, "destroy_process_group"),
-        mock.patch.object(sys, "argv", ["grpo.py", *arguments]),
-    ):
-        exec(compile(source, EXAMPLE, "exec"), {"__name__": "__main__"})
-    return printed.getvalue()
 
 
 def a_users_things():
@@ -99,7 +80,8 @@ def forward_step(batches, model):
 @on_ranks(1)
 def test_routes_of_rollouts_are_found_by_their_tokens():
     """As examples/megatron/README.md has Megatron-LM's loop call it: packed batches with padding; one that is inert."""
-    model, pad, lengths = a_model_of_packed_rows(), 0, (5, 8, 3)
+    initialize(Cell())
+    [model], pad, lengths = build(Cell(layers=2, packed=True)), 0, (5, 8, 3)
     tokens = [torch.randint(1, VOCABULARY, (length,)).tolist() for length in lengths]
     routes = [torch.rand(length - 1, 2, EXPERTS).argsort(-1)[..., :TOP_K] for length in lengths]
     rollouts = [
@@ -123,8 +105,3 @@ def test_routes_of_rollouts_are_found_by_their_tokens():
                 assert torch.equal(ran_RE, told_RE) == follows, (numbers, layer)
     with pytest.raises(KeyError):
         known.replayed(torch.tensor([tokens[0][::-1]]), PackedSeqParams("thd", torch.tensor([0, 5])))
-
-
-def a_model_of_packed_rows():
-    initialize(Cell())
-    return build(Cell(layers=2, packed=True))[0]

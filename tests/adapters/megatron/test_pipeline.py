@@ -3,6 +3,7 @@
 import json
 import re
 import shutil
+from functools import cache
 
 import pytest
 import torch
@@ -19,13 +20,12 @@ pytestmark = pytest.mark.slow
 @pytest.fixture(scope="module")
 def four(tmp_path_factory):
     """By steps, the run of four ranks, with rollouts of an engine that is fed what they export after every step."""
-    folders = {}
 
+    @cache
     def of(steps):
-        if steps not in folders:
-            folders[steps] = tmp_path_factory.mktemp("pipeline") / "four"
-            require_trained(folders[steps], None, (2,), steps, ranks=4)
-        return folders[steps]
+        folder = tmp_path_factory.mktemp("pipeline") / "four"
+        require_trained(folder, None, (2,), steps, ranks=4)
+        return folder
 
     return of
 
@@ -37,10 +37,8 @@ def begun(folder, tmp_path):
 
 
 def require_trained(folder, rollouts, split, steps, ranks):
-    for ended in run(
-        "pipeline_checks.trains", str(folder), rollouts and str(rollouts), split, steps, ranks=ranks, timeout=600
-    ):
-        assert ended == (0, "")
+    given = str(folder), rollouts and str(rollouts), split, steps
+    assert set(run("pipeline_checks.trains", *given, ranks=ranks, timeout=600)) == {(0, "")}
 
 
 def test_the_engine_has_the_weights_and_experts_compute_what_was_planned(four):

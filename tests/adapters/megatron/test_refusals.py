@@ -1,6 +1,8 @@
 """What cannot be replayed exactly is refused when the model is attached, with the router and the reason."""
 
 import re
+from functools import partial
+from unittest import mock
 
 import torch
 from megatron.core.transformer.moe import router as routers
@@ -33,16 +35,13 @@ def refused(given, said):
 
 @on_ranks(1)
 def test_settings_that_bypass_or_change_the_selection():
+    built = model()
     for settings, said in SETTINGS:
-        built = model()
-        for name, value in settings.items():
-            setattr(built.config, name, value)
-        for module in built.modules():
-            if isinstance(module, TopKRouter):
-                module.routing_type = built.config.moe_router_load_balancing_type
-        refuses(
-            AttachError, f"decoder.layers.0.mlp.router .*{re.escape(said)}", lambda built=built: megatron.attach(built)
-        )
+        with mock.patch.multiple(built.config, create=True, **settings):
+            for module in built.modules():
+                if isinstance(module, TopKRouter):
+                    module.routing_type = built.config.moe_router_load_balancing_type
+            refuses(AttachError, f"decoder.layers.0.mlp.router .*{re.escape(said)}", partial(megatron.attach, built))
 
 
 class Hashing(TopKRouter):
@@ -81,12 +80,9 @@ def test_the_self_check_sees_a_selection_that_is_not_obeyed_and_weights_that_are
         probs, routing_map = honest(logits, topk, router_replay=router_replay, **kwargs)
         return probs * honest(logits, topk, **kwargs)[1], routing_map
 
-    try:
-        for stand_in, said in ((ignores, "bypasses replay"), (pretends, "did not"), (masks, "weight zero")):
-            routers.topk_routing_with_score_function = stand_in
+    for stand_in, said in ((ignores, "bypasses replay"), (pretends, "did not"), (masks, "weight zero")):
+        with mock.patch.object(routers, "topk_routing_with_score_function", stand_in):
             refused(model(), said)
-    finally:
-        routers.topk_routing_with_score_function = honest
     megatron.attach(model())
 
 

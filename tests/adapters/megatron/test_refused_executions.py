@@ -1,18 +1,25 @@
-"""Layers that cannot execute plans: each is named with its reason, on all ranks alike where one has such a layer."""
+"""Layers that cannot execute plans, and moves that cannot be made: each is named, on all ranks alike."""
 
 import contextlib
+from unittest import mock
 
 import pytest
 import torch
 import torch.distributed as dist
+from megatron.core.transformer.moe.moe_layer import MoELayer
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from foreroute.adapters.megatron.planned_layer import REFUSED_SETTINGS
-from foreroute.errors import PlanError
+from foreroute.ep.transfer.home_moves import MovingLayer
+from foreroute.ep.transfer.peers import gather_objects
+from foreroute.ep.transfer.transfers import Transfer
+from foreroute.errors import PlanError, TransferError
+from tests.adapters.megatron.cpu_optimizers import Trained
 from tests.adapters.megatron.executed_plans import Planned
 from tests.adapters.megatron.forked_ranks import on_ranks
 from tests.adapters.megatron.grid import Cell, ExecutionCase
+from tests.adapters.megatron.model_chunks import attached
 from tests.adapters.megatron.training_step import moe_layers
 
 
@@ -45,7 +52,7 @@ def test_experts_in_one_module():
 @contextlib.contextmanager
 def refusing(experts):
     """(a layer, what asserts that a change to it on rank 1 is refused); behind it, the model executes plans."""
-    at = Planned.of(ExecutionCase(Cell(ep=2, layers=2, experts=experts)), "momentum")
+    at = Planned(ExecutionCase(Cell(ep=2, layers=2, experts=experts)), "momentum")
 
     def refused(broken, reason):
         with (
@@ -77,3 +84,69 @@ def of_class(part, name, **methods):
 def sharded(module):
     mesh = DeviceMesh("cpu", [1], _init_backend=False, _rank=1)
     return said(module, "weight", torch.nn.Parameter(DTensor.from_local(module.weight.detach(), mesh, run_check=False)))
+
+
+class OtherLayer(MoELayer):
+    forward = None
+
+
+@pytest.mark.slow
+@on_ranks(2)
+def test_what_cannot_be_moved():
+    chunks, routed = attached(Cell(ep=2, layers=2))
+    block = moe_layers(chunks)[0]
+    with mock.patch.object(block.config, "fp8", "e4m3"):
+        refused_move("run in fp8 or fp4", routed)
+    block.__class__ = OtherLayer
+    refused_move("with a forward of its own", routed)
+    block.__class__ = MoELayer
+    trained = Trained(chunks, "adamw")
+    block.experts.local_experts[2].linear_fc2.weight.main_grad[0, 0] = dist.get_rank()
+    refused_move("rank 1: .* has a gradient; move homes between two steps", routed, trained)
+    block.experts.register_buffer("scale", torch.ones(4))
+    refused_move("experts have a buffer, scale", routed)
+    block.experts.register_parameter("scales", torch.nn.Parameter(torch.ones(4)))
+    del block.experts.scale
+    refused_move("experts have scales, of which it is not known whose it is", routed)
+
+
+@pytest.mark.slow
+@on_ranks(2)
+def test_faults_behind_which_nothing_has_moved():
+    _, routed = attached(Cell(ep=2, layers=2))
+    inner = Transfer.wait
+
+    def fails_on_rank_one(transfer):
+        inner(transfer)
+        if dist.get_rank():
+            raise TransferError("the network is down")
+
+    out_of_memory = mock.Mock(side_effect=torch.OutOfMemoryError("out of memory") if dist.get_rank() else None)
+    with mock.patch.object(MovingLayer, "allocate", out_of_memory):
+        refused_move("none were: rank 1: out of memory", routed)
+    with mock.patch.object(Transfer, "wait", fails_on_rank_one):
+        refused_move("none were: rank 1: the network is down", routed)
+
+
+@pytest.mark.slow
+@on_ranks(2)
+def test_gathering_of_weights_must_be_over():
+    """With overlap_param_gather, weights of other ranks are stale until they are gathered."""
+    chunks, routed = attached(Cell(ep=2, layers=2))
+    trained = Trained(chunks, "distributed", overlap_param_gather=True, overlap_grad_reduce=True)
+    refused_move("disable_forward_pre_hook", routed, trained)
+    for chunk in trained.chunks:
+        chunk.disable_forward_pre_hook()
+    assert routed.move_homes(1 - routed.home_LE, trained.optimizer) > 0
+
+
+def refused_move(message, routed, trained=None):
+    """On every rank, with one message, and nothing has moved."""
+    blocks = moe_layers([part.trunk for part in routed.chunks]).values()
+    before = [p.detach().clone() for block in blocks for p in block.experts.parameters()]
+    with pytest.raises(TransferError, match=message) as caught:
+        routed.move_homes(1 - routed.home_LE, getattr(trained, "optimizer", trained))
+    said = gather_objects(str(caught.value), dist.group.WORLD, "comparing")
+    assert len(set(said)) == 1, said
+    after = [p for block in blocks for p in block.experts.parameters()]
+    assert all(torch.equal(old, new) for old, new in zip(before, after, strict=True))

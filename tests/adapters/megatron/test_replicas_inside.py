@@ -14,18 +14,10 @@ from foreroute.ep.transfer.gradients import GradientReturn
 from foreroute.plan import PlanOptions, Topology
 from foreroute.planner import plan
 from tests.adapters.megatron import executed_plans
-from tests.adapters.megatron.executed_plans import (
-    LINKS,
-    SLOTS,
-    Planned,
-    furthest,
-    rows_off_plan,
-    trained,
-)
+from tests.adapters.megatron.executed_plans import LINKS, SLOTS, Planned, furthest, rows_off_plan, sharded, trained
 from tests.adapters.megatron.forked_ranks import on_ranks
-from tests.adapters.megatron.grid import OVERLAP, Cell, ExecutionCase, with_settings
+from tests.adapters.megatron.grid import OVERLAP, Cell, ExecutionCase
 from tests.adapters.megatron.grid_checks import carrying
-from tests.adapters.megatron.micro_batches import layout_of
 from tests.adapters.megatron.training_step import forward_step, step
 
 EXACT, SEEN = 1e-12, 1e-6
@@ -60,9 +52,9 @@ def test_gradients_lose_nothing_on_their_way_home():
     A gradient that is rounded at home, before it is added to main_grad, is the same in bfloat16 as well. That the sums
     are right is shown in float64 by `check_cases`: here the same kernels compute the same groups of rows.
     """
-    float32 = (("grad_reduce_in_fp32", True),)
+    float32 = {"grad_reduce_in_fp32": True}
     for experts, kind, told, made_in in (
-        ("sequential", "momentum", (), torch.float32),
+        ("sequential", "momentum", {}, torch.float32),
         ("sequential", "master weights", float32, torch.bfloat16),
         ("grouped, fused", "master weights", float32, torch.float32),  # these kernels add to main_grad
     ):
@@ -78,7 +70,6 @@ def test_gradients_lose_nothing_on_their_way_home():
 
 
 def sending_as(dtype):
-    """Gradients sent home in another dtype than they were made in."""
 
     def begin(peers, moves, grads, what, **others):
         return GradientReturn(peers, moves, {name: grad.to(dtype) for name, grad in grads.items()}, what, **others)
@@ -86,19 +77,17 @@ def sending_as(dtype):
     return begin
 
 
+@pytest.mark.slow
 @on_ranks(2)
 def test_a_plan_knows_the_rows_that_are_spread():
     """Padding, also when homes moved since it was counted, and rows that no counted token depends on.
 
     It does not know those that are left to the model, and what is measured of the other rows is the same.
     """
-    at = Planned.of(ExecutionCase(Cell(ep=2, layers=2), complete=False))
+    at = Planned(ExecutionCase(Cell(ep=2, layers=2), complete=False))
     routed, options = at.routed, PlanOptions(tolerance=0.0, slots="shared", home_moves=None)
     for missing, padding in (("spread", "spread"), ("native", "spread"), ("spread", "native")):
-        shards = [
-            routed.shard(trace, layout_of(batch), missing=missing, padding=padding)
-            for trace, batch in zip(at.traces, at.batches, strict=True)
-        ]
+        shards = sharded(routed, at.batches, at.traces, missing=missing, padding=padding)
         is_known = missing == padding
         assert all(shard.is_whole for shard in shards) == is_known
         counts_MLGE = routed.gather_counts(shards)
@@ -113,11 +102,12 @@ def test_a_plan_knows_the_rows_that_are_spread():
     assert (routed.home_LE != routed.block_home_LE).any()
 
 
+@pytest.mark.slow
 @on_ranks(2)
 def test_checkpoints_do_not_see_replicas():
     """While a plan is executed, a model has the parameters, state and shards of checkpoints that it has else."""
     for experts in ("sequential", "grouped"):
-        at = Planned.of(ExecutionCase(Cell(ep=2, layers=2, experts=experts)))
+        at = Planned(ExecutionCase(Cell(ep=2, layers=2, experts=experts)))
         before = kept(at.chunks[0])
         with at.execute() as execution:
             at.step()
@@ -167,7 +157,7 @@ def test_gradients_that_are_late_for_their_bucket():
 @pytest.mark.slow
 @on_ranks(4)
 def test_weights_that_are_sent_before_they_are_gathered():
-    told = (*OVERLAP, ("overlap_param_gather", True))
+    told = {**OVERLAP, "overlap_param_gather": True}
     case = ExecutionCase(Cell(ep=2, layers=2), 4, "distributed", told).in_float64()
     plain = trained(case, None)
     for path in ("direct", "host"):
@@ -184,7 +174,7 @@ def test_fused_gradients_and_those_sent_through_autograd():
     """Kernels that add to main_grad make Megatron ignore what autograd brings. In float32, as they are."""
     fuse()
     settings = {"gradient_accumulation_fusion": True}
-    case = ExecutionCase(with_settings(settings, ep=2, layers=2, recompute="selective"))
+    case = ExecutionCase(Cell(ep=2, layers=2, recompute="selective", settings=settings))
     plain = trained(case, None, steps=1)
     apart = furthest(trained(case, "planned", steps=1), plain)
     assert max(apart.values()) < 1e-4, apart

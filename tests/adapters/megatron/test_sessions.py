@@ -7,14 +7,7 @@ import torch
 from megatron.core.transformer.moe.router_replay import RouterReplay, RouterReplayAction
 
 from foreroute.adapters import megatron
-from foreroute.errors import (
-    AttachError,
-    BatchMismatchError,
-    ConfigError,
-    ReplayError,
-    StaleTraceError,
-    TraceError,
-)
+from foreroute.errors import AttachError, BatchMismatchError, ConfigError, ReplayError, StaleTraceError, TraceError
 from foreroute.layout import pad
 from tests.adapters.megatron.forked_ranks import on_ranks
 from tests.adapters.megatron.one_rank import MegatronSubject, model
@@ -32,15 +25,14 @@ from tests.replay.session_subject import (
 BATCH = batch_of(9, 9)
 
 
-def prepared(**settings):
-    on = MegatronSubject(model(**settings))
+def prepared():
+    on = MegatronSubject(model())
     trace = foreign(on.routed.spec, BATCH)
     return on, trace, pad(trace.lengths, side="right", order="sbhd")
 
 
 @on_ranks(1)
 def test_routes_that_are_cut_keep_what_they_were_cut_with():
-    """Versions, policies and the layout."""
     on, trace, layout = prepared()
     stale = trace.with_weight_version(3)
     placed = on.routed.shard(stale, layout, weight_version=3)

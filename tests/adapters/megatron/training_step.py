@@ -1,8 +1,8 @@
 """A training step through Megatron's schedules, and what its dispatchers were given on the way."""
 
 import contextlib
+from functools import partial
 
-import numpy as np
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.core.transformer.moe.moe_layer import MoELayer
 
@@ -10,7 +10,6 @@ from tests.adapters.megatron.micro_batches import model_inputs
 
 
 def forward_step(iterator, model):
-    """What a user writes: one micro-batch through one model chunk."""
     batch = next(iterator)
     inputs, weights = model_inputs(batch)
     output = model(**inputs)
@@ -61,17 +60,13 @@ def moe_layers(chunks):
 def watching(blocks, note):
     """`note(key, hidden, routing_map, probs)` is told what the dispatchers of these layers are given."""
 
-    def watch(key, dispatcher):
-        inner = dispatcher.dispatch_preprocess
-
-        def watched(hidden_states, routing_map, probs):
-            note(key, hidden_states.detach(), routing_map.detach(), probs.detach())
-            return inner(hidden_states, routing_map, probs)
-
-        dispatcher.dispatch_preprocess = watched
+    def watched(key, inner, hidden_states, routing_map, probs):
+        note(key, hidden_states.detach(), routing_map.detach(), probs.detach())
+        return inner(hidden_states, routing_map, probs)
 
     for key, block in blocks.items():
-        watch(key, block.token_dispatcher)
+        dispatcher = block.token_dispatcher
+        dispatcher.dispatch_preprocess = partial(watched, key, dispatcher.dispatch_preprocess)
     try:
         yield
     finally:
@@ -105,19 +100,3 @@ class Dispatched:
         """For every recompute, the number of its micro-batch and the call."""
         order = {key: m for m, (key, *_) in enumerate(self.forwards(layer))}
         return [(order[call[0]], call) for call in self.calls[layer] if call[3]]
-
-
-def picks(call):
-    """Expert ids [R, K] in the order of Megatron's own top-k: by falling weight."""
-    _, map_RE, weights_RE, _ = call
-    count = map_RE.sum(1)
-    assert (count == count[0]).all(), f"rows have {count.min()} to {count.max()} experts"
-    ranked = np.where(map_RE, weights_RE, -np.inf)
-    return np.argsort(-ranked, axis=1, kind="stable")[:, : count[0]]
-
-
-def native_routes(chunks, batches, forward=forward_step):
-    """Losses, gradients, and per layer and micro-batch the picks [R, K], of a step without replay."""
-    with Dispatched(chunks).watch() as seen:
-        losses, grads = step(chunks, batches, forward)
-    return losses, grads, {layer: [picks(c) for c in seen.forwards(layer)] for layer in seen.layers}, seen

@@ -33,7 +33,6 @@ def static_plan(counts_MLGE, home_LE=None):
 
 
 def no_tokens(plan):
-    """int32 [M, L, G, E], the counts of a plan that serves no token."""
     num_micro_steps, num_layers, num_experts = plan.shape
     return np.zeros((num_micro_steps, num_layers, plan.topology.num_ranks, num_experts), np.int32)
 

@@ -1,6 +1,7 @@
 """What goes wrong between ranks: a step gets slower, or ends everywhere with an error. Never wrong, never hung."""
 
 import gc
+import itertools
 import os
 import re
 import signal
@@ -72,12 +73,7 @@ def test_nothing_is_written_while_another_rank_still_reads(workers):
     assert not leaked()
 
 
-@grid(
-    ("kind", "paths"),
-    [("killed", "direct"), ("killed", "host"), ("raises", "host"), ("raises", "direct")],
-    quick=0,
-    day=1,
-)
+@grid(("kind", "paths"), itertools.product(("killed", "raises"), ("direct", "host")), quick=0, day=1)
 def test_a_rank_that_ends_ends_every_other_with_one_message(doomed, kind, paths):
     """Killed, or with an error of its own while its process lives on: the others do not wait for ever."""
     group = doomed(4)
@@ -110,47 +106,43 @@ def end_in_a_step(rank, plan, options, kind):
 
 
 def count_mapped(rank):
-    """Pieces of shared memory that the process still has."""
     gc.collect()
     return Path("/proc/self/maps").read_text().count("/dev/shm/foreroute-")
 
 
-def ask_for_too_much(rank, plan):
+def too_much():
     status = os.statvfs("/dev/shm")
     # no memory is behind it: all rows are the same one
-    giant = torch.zeros(1).expand(4, status.f_blocks * status.f_frsize // 8)
-    with closing(make_engine(plan, rank, homes=[{"down_proj": giant}])) as engine:
+    return torch.zeros(1).expand(4, status.f_blocks * status.f_frsize // 8)
+
+
+CANNOT_BEGIN = {
+    r"rank 0: cannot take .* in /dev/shm: No space left on device .*paths='direct'": lambda rank: {
+        "homes": [{"down_proj": too_much()}]
+    },
+    "in /nowhere/at/all: No such file or directory": lambda rank: {
+        "options": TransferOptions(paths="host", shared_memory=Path("/nowhere/at/all"))
+    },
+    r"rank 1: 1 layers, \[\('down_proj', \(5, 2\), 'torch.float32'\)\]": lambda rank: {
+        "homes": [{"down_proj": torch.zeros(4 + rank, 2)}]
+    },
+    # options decide which message is sent when: ranks that differ would take one for another
+    r"of different options: rank 0: TransferOptions\(": lambda rank: {
+        "options": TransferOptions(paths="host", prefetch=1 + rank)
+    },
+}
+"""Words of the error, and what an engine is made of."""
+
+
+def begun(rank, plan, words):
+    with closing(make_engine(plan, rank, **CANNOT_BEGIN[words](rank))) as engine:
         begin(engine, 0, plan)
 
 
-def look_in(rank, plan, directory):
-    options = TransferOptions(paths="host", shared_memory=Path(directory))
-    with closing(make_engine(plan, rank, options)) as engine:
-        begin(engine, 0, plan)
-
-
-def uneven(rank, plan):
-    make_engine(plan, rank, homes=[{"down_proj": torch.zeros(4 + rank, 2)}])
-
-
-def make_another(rank, plan):
-    make_engine(plan, rank, TransferOptions(paths="host", prefetch=1 + rank))
-
-
-@pytest.mark.parametrize(
-    ("work", "given", "words"),
-    [
-        (ask_for_too_much, (), r"rank 0: cannot take .* in /dev/shm: No space left on device .*paths='direct'"),
-        (look_in, ("/nowhere/at/all",), "in /nowhere/at/all: No such file or directory"),
-        (uneven, (), r"rank 1: 1 layers, \[\('down_proj', \(5, 2\), 'torch.float32'\)\]"),
-        # options decide which message is sent when: ranks that differ would take one for another
-        (make_another, (), r"of different options: rank 0: TransferOptions\("),
-    ],
-)
-def test_what_cannot_begin_on_any_rank_is_refused_on_all_with_one_message(workers, work, given, words):
-    [(kind, message)] = {
-        (each.kind, each.message) for each in workers(2).outcomes(work, random_plan(0, ranks=2), *given)
-    }
+@pytest.mark.parametrize("words", CANNOT_BEGIN)
+def test_what_cannot_begin_on_any_rank_is_refused_on_all_with_one_message(workers, words):
+    outcomes = workers(2).outcomes(begun, random_plan(0, ranks=2), words)
+    [(kind, message)] = {(each.kind, each.message) for each in outcomes}
     assert kind == "TransferError"
     assert re.search(words, message)
     assert not leaked()

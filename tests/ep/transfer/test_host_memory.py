@@ -14,12 +14,6 @@ EXPERT_BYTES = 2 * 4096
 """Whole pages, so that nothing is rounded."""
 
 
-def engine_of(plan, rank, options=None):
-    num_local = plan.shape[2] // plan.topology.num_ranks
-    homes = [{"weight": torch.zeros(num_local, EXPERT_BYTES // 8, dtype=torch.float64)} for _ in range(plan.shape[1])]
-    return make_engine(plan, rank, options, homes=homes)
-
-
 def sent_in(plan, node):
     """(layer, expert, home, rank of a replica) within a node, by a walk over all cells."""
     per_node, found = plan.topology.ranks_per_node, set()
@@ -35,8 +29,10 @@ def sent_in(plan, node):
 def published(rank, plans, steps):
     """As each plan begins, experts that this rank writes, and bytes that its node takes for them."""
     written, taken, take = [], [], host_memory.HostMemory._map_shared
+    num_layers, num_local = plans[0].shape[1], plans[0].shape[2] // plans[0].topology.num_ranks
+    homes = [{"weight": torch.zeros(num_local, EXPERT_BYTES // 8, dtype=torch.float64)} for _ in range(num_layers)]
     with (
-        closing(engine_of(plans[0], rank)) as engine,
+        closing(make_engine(plans[0], rank, homes=homes)) as engine,
         patch.object(host_memory.HostMemory, "_write", lambda memory, experts, is_mine_LE: written[-1].extend(experts)),
         patch.object(host_memory.HostMemory, "_map_shared", lambda *given: taken.append(given[1]) or take(*given)),
     ):

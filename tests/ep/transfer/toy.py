@@ -66,21 +66,17 @@ def consensus(timeout_s=20.0):
 
 
 def weight(name, layer, expert, dtype=DTYPE):
-    """A tensor that says which expert it is."""
     generator = torch.Generator().manual_seed(1000 * layer + 10 * expert + len(name))
     return torch.randn(SHAPES[name], generator=generator, dtype=torch.float64).to(dtype)
 
 
-def shard(home_E, rank, layer, dtype=DTYPE):
-    """Name -> [E / G, ...], the experts that live on the rank."""
-    mine = np.flatnonzero(home_E == rank).tolist()
-    return {name: torch.stack([weight(name, layer, e, dtype) for e in mine]) for name in SHAPES}
-
-
 def shards(plan, rank, dtype=DTYPE):
-    """Per layer, trainable."""
-    layers = [shard(plan.home_LE[layer], rank, layer, dtype) for layer in range(plan.shape[1])]
-    return [{name: torch.nn.Parameter(tensor) for name, tensor in home.items()} for home in layers]
+    """Per layer, name -> [E / G, ...], the experts that live on the rank."""
+    mine = [np.flatnonzero(home_E == rank).tolist() for home_E in plan.home_LE]
+    return [
+        {name: torch.nn.Parameter(torch.stack([weight(name, layer, e, dtype) for e in experts])) for name in SHAPES}
+        for layer, experts in enumerate(mine)
+    ]
 
 
 def hosted(cell, rank):
@@ -89,7 +85,6 @@ def hosted(cell, rank):
 
 
 def fetched(engine, cell):
-    """The weights of the replicas here."""
     engine.fetch(cell)
     return engine.wait_weights(cell)
 
@@ -103,7 +98,6 @@ def begin(weights, step, plan, *, updating=True):
 
 
 def make_engine(plan, rank, options=None, *, homes=None):
-    """An engine of these shards, or of trainable ones."""
     homes = shards(plan, rank) if homes is None else homes
     options = options or TransferOptions(paths="host")
     return TransferEngine(dict(enumerate(homes)), options, peers(), consensus())
