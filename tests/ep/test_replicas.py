@@ -79,8 +79,10 @@ def off(ran, expected):
 def test_a_step_with_replicas_is_that_of_all_to_all(workers, folder_of, family, num_ranks, sizes, dtype, ways):
     """What home experts find is rounded, and so are its sums with others, where "all_to_all" rounds once."""
     outcomes = workers(num_ranks).run(steps, folder_of(family), sizes, dtype, ways)
-    is_short = dtype == torch.bfloat16 or "fsdp_mixed_precision" in sizes  # in which all other sums are alike
-    bound = num_ranks * torch.finfo(torch.bfloat16).eps if is_short else roundings(GRADIENT_TERMS, dtype)
+    is_short = dtype == torch.bfloat16 or "fsdp_mixed_precision" in sizes
+    # a part of each rank is off by half a unit, in every layer of three, forth and back; all other sums are alike
+    in_short = 3 * 2 * num_ranks * torch.finfo(torch.bfloat16).eps / 2
+    bound = in_short if is_short else roundings(GRADIENT_TERMS, dtype)
     for theirs, *ours in outcomes:
         assert all(ran[1].keys() == theirs[1].keys() for ran in ours)
         assert max(off(ran, theirs) for ran in ours) < bound
