@@ -11,19 +11,16 @@ from contextlib import contextmanager
 import numpy as np
 import pytest
 import torch
-from datasets import Dataset
-from trl import GRPOConfig
 from trl.trainer import utils
 
-from examples.trl.tiny import tokenizer
 from foreroute.conformance import conformance_tests
 from foreroute.conformance.adapter import Unsupported
 from foreroute.conformance.huggingface import HuggingFaceModel, HuggingFaceUnderTest
 from foreroute.testing.models import FAMILIES
-from foreroute.trainers.trl import GRPOTrainer
 from foreroute.trainers.trl.capture import require_version
 from foreroute.trainers.trl.rollout import ROWS, Rollout
 from tests.trainers.trl.test_trl_masks import SCORES_ON_SETS
+from tests.trainers.trl.trl_runs import make
 
 
 class TRLUnderTest(HuggingFaceUnderTest):
@@ -43,13 +40,7 @@ class AttachedTrainer:
 
     def __init__(self, model):
         with tempfile.TemporaryDirectory() as folder:
-            self.trainer = GRPOTrainer(
-                model=model,
-                processing_class=tokenizer(),
-                reward_funcs=lambda completions, **_: [0.0] * len(completions),
-                train_dataset=Dataset.from_dict({"prompt": ["a"]}),
-                args=GRPOConfig(folder, use_cpu=True, bf16=False, gradient_checkpointing=False, report_to=[]),
-            )
+            self.trainer = make(folder, model=model, gradient_checkpointing=False)
         self.spec, self.is_open, self.is_recording = self.trainer.routing.routed.spec, False, False
 
     @contextmanager

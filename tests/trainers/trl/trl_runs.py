@@ -56,9 +56,9 @@ OF_TRAINER = (
 """Settings that go to a trainer itself, and not to its configuration."""
 
 
-def make(folder, *, kind=GRPOTrainer, model=None, prompts=PROMPTS, **settings):
-    """A trainer of this kind on these prompts; settings are its own and those of its configuration."""
-    given = Dataset.from_dict({"prompt": prompts})
+def make(folder, *, kind=GRPOTrainer, model=None, prompts=PROMPTS, columns=(), **settings):
+    """A trainer of this kind on these prompts, with more columns; settings are its own and of its configuration."""
+    given = Dataset.from_dict({"prompt": prompts, **dict(columns)})
     own = {name: settings.pop(name) for name in OF_TRAINER if name in settings}
     return kind(
         model=model or policy(),
