@@ -41,13 +41,11 @@ def check_config(config):
 McoreEngineConfig.__post_init__ = check_config
 
 
-def make(folder, *, plans=False, replay="R3", ranks=2, lr=1e-3, transformer=None, model=None, **settings):
-    """An engine, initialised, whose experts are shared by so many ranks. Settings are of verl's configuration; those in
-    `model` of its model's.
-    """
+def make(folder, *, plans=False, replay="R3", transformer=None, model=None, **settings):
+    """An engine, initialised, whose experts two ranks share. Settings are of verl's configuration and its model's."""
     config = {
         "vanilla_mbridge": True,
-        "expert_model_parallel_size": ranks,
+        "expert_model_parallel_size": 2,
         "expert_tensor_parallel_size": 1,
         "router_replay": EngineRouterReplayConfig(mode=replay),
         "override_transformer_config": {
@@ -62,7 +60,7 @@ def make(folder, *, plans=False, replay="R3", ranks=2, lr=1e-3, transformer=None
         backend="megatron",
         model_config=HFModelConfig(path=folder, **(model or {})),
         engine_config=(PlanningMegatronConfig if plans else McoreEngineConfig)(**config),
-        optimizer_config=McoreOptimizerConfig(lr=lr, total_training_steps=10),
+        optimizer_config=McoreOptimizerConfig(lr=1e-3, total_training_steps=10),
         checkpoint_config=CheckpointConfig(),
     )
     engine.initialize()

@@ -18,7 +18,7 @@ from foreroute.trainers.verl import megatron
 from foreroute.trainers.verl.megatron import MegatronPasses, transformer_impl
 from tests.adapters.megatron.model_chunks import VOCABULARY
 from tests.adapters.megatron.one_rank import model as one_rank_model
-from tests.trainers.verl.waits import EACH, WIDTH, There, counting, waits_of_updates
+from tests.trainers.verl.test_verl_host_waits import EACH, WIDTH, There, counting, waits_of_updates
 
 
 def count():

@@ -6,14 +6,12 @@ from pathlib import Path
 from tests.trainers.verl.megatron_engines import exported, make, watched  # before verl: no GPU
 
 # isort: on
-import torch
 import torch.distributed as dist
 from megatron.core import parallel_state as mpu
 
 from foreroute.errors import ReplayError
 from foreroute.trainers.verl.settings import MASKS
-from tests.trainers.verl.masked_book import TEMPERATURE, Scores
-from tests.trainers.verl.verl_book import Book
+from tests.trainers.verl.verl_book import TEMPERATURE, Book, Scores
 from tests.trainers.verl.verl_engines import mean_log_prob, old_log_probs, tensordict
 
 SEQUENCES, STEPS = 16, 3
@@ -98,7 +96,7 @@ def score(policy, runs):
     scores, model = Scores(policy, count=OF_MASKS), {"external_lib": MASKS}
 
     def scored(**settings):
-        engine = make(policy, ranks=2, dtype="float32", use_distributed_optimizer=False, model=model, **settings)
+        engine = make(policy, dtype="float32", use_distributed_optimizer=False, model=model, **settings)
         batch, first = share_of(scores.batch())
         td = tensordict(batch, temperature=TEMPERATURE)
         try:
@@ -118,43 +116,3 @@ def score(policy, runs):
         }
 
     return each(runs, scored)
-
-
-def predict(policy, runs):
-    """An old-log-prob pass and an update of each run, on a model with multi-token prediction.
-
-    Of the routers of the decoder and of the layer of prediction, the share of rows that they routed as they would.
-    """
-    from verl.workers.config import MtpConfig
-
-    import tests.trainers.verl.mtp_bridge  # noqa: F401
-
-    whole = Book(policy, count=SEQUENCES).batch()
-
-    def predicted(**settings):
-        mtp = MtpConfig(enable=True, enable_train=True)
-        engine = make(policy, model={"mtp": mtp}, dtype="float32", ranks=2, **settings)
-        td = tensordict(share_of(whole)[0], max_token_len_per_gpu=32)
-        native, handles = {}, []
-        for name, module in ((name, m) for chunk in engine.module for name, m in chunk.named_modules()):
-            if name.endswith(".router"):
-                kind = "prediction" if ".mtp." in f".{name}" else "decoder"
-                handles.append(module.register_forward_hook(noting_native(native.setdefault(kind, []))))
-        old_log_probs(engine, td)
-        with engine.train_mode():
-            output = engine.train_batch(td, loss_function=sum_log_prob)
-        for handle in handles:
-            handle.remove()
-        shares = {kind: torch.cat(shares).mean().item() for kind, shares in native.items()}
-        return {"native": shares, "metrics": output.get("metrics")}
-
-    return each(runs, predicted)
-
-
-def noting_native(shares):
-    def note(router, args, out):
-        logits_RE = args[0].reshape(-1, args[0].shape[-1]).float() @ router.weight.float().T
-        own_RE = torch.zeros_like(out[1]).scatter(1, logits_RE.topk(router.topk, dim=-1).indices, True)
-        shares.append((own_RE == out[1]).all(-1).float())
-
-    return note

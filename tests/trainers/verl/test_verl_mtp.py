@@ -1,4 +1,10 @@
-"""verl's Megatron engine on a model with multi-token prediction: its layers route natively, and run at home."""
+"""verl's Megatron engine on a model with multi-token prediction: its layers route natively, and run at home.
+
+The model is a Qwen3-MoE with one such layer, which mbridge reads for other families alone.
+"""
+
+import re
+from pathlib import Path
 
 import pytest
 
@@ -6,12 +12,26 @@ pytest.importorskip("verl", reason="there is no verl in this environment: run `m
 pytest.importorskip("mbridge", reason="there is no mbridge in this environment: run `make night PART=verl`")
 
 # isort: off
-from tests.trainers.verl import megatron_engines  # noqa: F401  before verl: no GPU
+from tests.trainers.verl.megatron_engines import make  # before verl: no GPU
 
 # isort: on
-from tests.trainers.verl.mtp_bridge import save_predicting_policy
+import torch
+from mbridge.core import register_model
+from mbridge.models.qwen3moe import Qwen3MoEBridge
+from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec, get_gpt_mtp_block_spec
+from safetensors.torch import load_file, save_file
+from verl.workers.config import MtpConfig
+
+from examples.verl.tiny_checkpoint import save_policy
+from foreroute.testing import megatron_on_cpu
+from tests.trainers.verl.megatron_worker import SEQUENCES, each, share_of, sum_log_prob
+from tests.trainers.verl.verl_book import Book
+from tests.trainers.verl.verl_engines import old_log_probs, tensordict
 from tests.trainers.verl.verl_ranks import run_each
 
+LAYERS = 4
+OWN = {"enorm": "enorm", "hnorm": "hnorm", "eh_proj": "eh_proj", "final_layernorm": "shared_head.norm"}
+"""Of a layer, by the names of Megatron and of DeepSeek's checkpoints."""
 TENSOR, CONTEXT, PIPELINE = ({f"{kind}_parallel_size": 2} for kind in ("tensor_model", "context", "pipeline_model"))
 SPLITS = {"data": {}, "tensor": TENSOR, "context": CONTEXT, "pipeline": PIPELINE}
 PLANNED = {f"{name}, planned": split | {"plans": True} for name, split in SPLITS.items()}
@@ -21,8 +41,7 @@ RUNS = SPLITS | PLANNED | {CONTROL: {"replay": "disabled"}}
 
 @pytest.fixture(scope="module")
 def found(tmp_path_factory):
-    policy = save_predicting_policy(tmp_path_factory.mktemp("policy"), layers=4)
-    return run_each(4, "megatron_worker.predict", policy, RUNS)
+    return run_each(4, "test_verl_mtp.predict", save_predicting_policy(tmp_path_factory.mktemp("policy")), RUNS)
 
 
 @pytest.mark.shows("verl, Megatron engine", "multi-token prediction (`model.mtp.enable`): its routers stay native")
@@ -40,3 +59,82 @@ def test_the_decoder_is_replayed_and_layers_of_prediction_route_by_themselves(na
     for metrics in logged if "planned" in name else ():
         assert metrics["plan/rows_off"] == [0.0]
         assert metrics["plan/imbalance_executed"][0] < metrics["plan/imbalance_static"][0]
+
+
+def predict(policy, runs):
+    """An old-log-prob pass and an update of each run.
+
+    Of the routers of the decoder and of the layer of prediction, the share of rows that they routed as they would.
+    """
+    whole = Book(policy, count=SEQUENCES).batch()
+
+    def predicted(**settings):
+        engine = make(policy, model={"mtp": MtpConfig(enable=True, enable_train=True)}, dtype="float32", **settings)
+        td = tensordict(share_of(whole)[0], max_token_len_per_gpu=32)
+        native, handles = {}, []
+        for name, module in ((name, m) for chunk in engine.module for name, m in chunk.named_modules()):
+            if name.endswith(".router"):
+                kind = "prediction" if ".mtp." in f".{name}" else "decoder"
+                handles.append(module.register_forward_hook(noting_native(native.setdefault(kind, []))))
+        old_log_probs(engine, td)
+        with engine.train_mode():
+            output = engine.train_batch(td, loss_function=sum_log_prob)
+        for handle in handles:
+            handle.remove()
+        shares = {kind: torch.cat(shares).mean().item() for kind, shares in native.items()}
+        return {"native": shares, "metrics": output.get("metrics")}
+
+    return each(runs, predicted)
+
+
+def noting_native(shares):
+    def note(router, args, out):
+        logits_RE = args[0].reshape(-1, args[0].shape[-1]).float() @ router.weight.float().T
+        own_RE = torch.zeros_like(out[1]).scatter(1, logits_RE.topk(router.topk, dim=-1).indices, True)
+        shares.append((own_RE == out[1]).all(-1).float())
+
+    return note
+
+
+@register_model("qwen3_moe")
+class PredictingBridge(Qwen3MoEBridge):
+    """mbridge's own for Qwen3-MoE, with its way of DeepSeek-V3 for the layer of prediction."""
+
+    def _build_base_config(self, **settings):
+        return super()._build_base_config(**settings, mtp_num_layers=self.hf_config.num_nextn_predict_layers or None)
+
+    def _get_gptmodel_args(self):
+        found = super()._get_gptmodel_args()
+        if self.config.mtp_num_layers:
+            block = get_gpt_decoder_block_spec(self.config, use_transformer_engine=False)
+            megatron_on_cpu.use_norm(block, megatron_on_cpu.RMSNorm, of_heads=True)
+            spec = found["mtp_block_spec"] = get_gpt_mtp_block_spec(self.config, block, use_transformer_engine=False)
+            for layer in spec.layer_specs if spec else ():  # there is one on the last stage alone
+                for norm in ("enorm", "hnorm", "layer_norm"):
+                    setattr(layer.submodules, norm, megatron_on_cpu.RMSNorm)
+        return found
+
+    def _weight_name_mapping_mcore_to_hf(self, name):
+        if not name.startswith("mtp."):
+            return super()._weight_name_mapping_mcore_to_hf(name)
+        number = self.config.num_layers
+        if found := re.fullmatch(r"mtp\.layers\.0\.(\w+)\.weight", name):
+            return [f"model.layers.{number}.{OWN[found[1]]}.weight"]
+        name = name.replace("mtp.layers.0.transformer_layer", f"decoder.layers.{number}")
+        return super()._weight_name_mapping_mcore_to_hf(
+            name.replace("input_layernorm.", "self_attention.linear_qkv.layer_norm_")
+        )
+
+
+def save_predicting_policy(folder):
+    """Write the checkpoint of `save_policy` with a layer more, whose weights are those of the last one."""
+    save_policy(folder, mlp_only_layers=[], num_hidden_layers=LAYERS, num_nextn_predict_layers=1)
+    path = Path(folder) / "model.safetensors"
+    weights, last, mine = load_file(path), f"model.layers.{LAYERS - 1}.", f"model.layers.{LAYERS}."
+    weights |= {name.replace(last, mine): value.clone() for name, value in weights.items() if name.startswith(last)}
+    size = weights["model.norm.weight"].numel()
+    drawn = torch.Generator().manual_seed(1)
+    weights |= {f"{mine}{OWN[norm]}.weight": torch.ones(size) for norm in ("enorm", "hnorm", "final_layernorm")}
+    weights[f"{mine}eh_proj.weight"] = torch.randn(size, 2 * size, generator=drawn) * size**-0.5
+    save_file(weights, path, {"format": "pt"})
+    return str(folder)
