@@ -19,7 +19,7 @@ from foreroute.conformance.huggingface import HuggingFaceModel, HuggingFaceUnder
 from foreroute.testing.models import FAMILIES
 from foreroute.trainers.trl.capture import require_version
 from foreroute.trainers.trl.rollout import ROWS, Rollout
-from tests.trainers.trl.test_trl_masks import SCORES_ON_SETS
+from tests.trainers.trl.test_trl_sampling import SCORES_ON_SETS
 from tests.trainers.trl.trl_runs import make
 
 
