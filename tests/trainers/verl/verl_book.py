@@ -105,7 +105,7 @@ class Book:
             dense = layers - rows.shape[1]
             return np.concatenate([np.zeros((len(rows), dense, 2), rows.dtype), rows], axis=1)
 
-        batch = padded(self.pairs, wide, layers=layers)
+        batch = padded(self.pairs, wide)
         batch["rollout_log_probs"] = torch.zeros(len(self.pairs), RESPONSE)
         for s, logprobs in enumerate(self.sampled):
             batch["rollout_log_probs"][s, : len(logprobs)] = torch.from_numpy(logprobs)
