@@ -1,8 +1,4 @@
-"""The oracle: a rollout whose routes are written down by its tokens. Nothing here asks foreroute.
-
-Routes are the policy's own, seen by plain hooks, with a part of them replaced at random, so that every sequence has
-routes that no model would take.
-"""
+"""The oracle: rollouts whose routes are written down by their tokens. Nothing here asks foreroute."""
 
 import numpy as np
 
@@ -15,10 +11,8 @@ END = 1
 class Book:
     """A `rollout_func` of random completions, and the routes [T - 1, L, K] that it returned for each sequence.
 
-    Args:
-        model: the policy.
-        replaced: share of (token, layer) whose experts are drawn at random.
-        change: applied to the routes before they are returned, but not to those written down.
+    They are the model's own but for a share that is drawn at random, so that no model would take them. A change of them
+    is returned, and not written down.
     """
 
     def __init__(self, model, *, replaced=0.1, longest=10, seed=0, change=lambda routes: routes):
@@ -33,12 +27,12 @@ class Book:
         sequences = [tuple(p + c) for p, c in zip(prompt_ids, completions, strict=True)]
         returned = []
         for prompt, sequence in zip(prompt_ids, sequences, strict=True):
-            self.native[sequence] = ids, _ = native(self._model, sequence)
-            routes = drawn_anew(ids, self._replaced, self._rng)[:-1]
-            self.routes[sequence], self.prompt_lengths[sequence] = routes, len(prompt)
+            self.native[sequence] = ids, logprobs = native(self._model, sequence)
+            self.routes[sequence] = drawn_anew(ids, self._replaced, self._rng)[:-1]
+            self.prompt_lengths[sequence] = len(prompt)
             drawn = self._rng.normal(0, 0.5, len(sequence) - len(prompt))
-            self.logprobs[sequence] = self.native[sequence][1][len(prompt) - 1 :] + drawn
-            returned.append(routes)
+            self.logprobs[sequence] = logprobs[len(prompt) - 1 :] + drawn
+            returned.append(self.routes[sequence])
         return {
             "prompt_ids": prompt_ids,
             "completion_ids": completions,

@@ -15,6 +15,7 @@ from foreroute.trace import PIXELS
 from foreroute.trainers.trl import GRPOTrainer
 from tests.trainers import vision_language
 from tests.trainers.given_experts import watched
+from tests.trainers.trl.tools_runs import told_apart
 from tests.trainers.trl.trl_runs import logged, make
 
 TOKENS = ("<|image_pad|>", "<|video_pad|>", "<|vision_start|>", "<|vision_end|>")
@@ -57,10 +58,6 @@ def painted(number):
     return Image.fromarray(pixels.to(torch.uint8).numpy())
 
 
-def letters(completions, **_):
-    return [float(sum(letter in "aeiou" for letter in completion[0]["content"])) for completion in completions]
-
-
 def generating_with_other_routers(model):
     """While the model samples, its routers have other weights, as an engine in another precision would."""
     weights = [router.weight for router in model.modules() if type(router).__name__ == "Qwen3VLMoeTextTopKRouter"]
@@ -84,8 +81,13 @@ def trained(folder, replay):
     asked = [[{"role": "user", "content": f"{'very ' * (i % 3)}many vowels {i}"}] for i in range(8)]
     images = [[painted(i + j) for j in range(1 + i % 2)] for i in range(8)]
     chosen = {"max_steps": 2, "max_completion_length": 6, "gradient_checkpointing": False, "beta": 0.0}
-    given = {"prompts": asked, "columns": {"images": images}, "processing_class": processor(), "reward_funcs": letters}
-    trainer = make(folder, model=policy(), replay=replay, **given, **chosen)
+    given = {
+        "prompts": asked,
+        "columns": {"images": images},
+        "processing_class": processor(),
+        "reward_funcs": told_apart,
+    }
+    trainer = make(folder, model=policy(), processing_class=processor(), replay=replay, **given, **chosen)
     rollouts, take, model = [], trainer.routing.take, trainer.model
     trainer.routing.take = lambda rollout: (rollouts.append(rollout.trace), take(rollout))
     with generating_with_other_routers(model), watched(model) as batches:
@@ -117,6 +119,7 @@ def test_routes_of_images_are_replayed_in_updates_and_the_mismatch_falls(folder)
     assert k3 < native / 2, (k3, native)
 
 
+@pytest.mark.slow
 def test_an_update_on_another_image_is_refused(folder, monkeypatch):
     compute = GRPOTrainer._compute_loss
 

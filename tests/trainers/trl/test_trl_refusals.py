@@ -81,6 +81,20 @@ def stale(model):
     return rollout_with(engine)
 
 
+def garbled(model):
+    """Samples by an engine whose weights a sync garbles."""
+    engine = EmbeddedEngine(model, "float32")
+    generate = engine.generate
+
+    def of_other_weights(*args):
+        head = engine._model.lm_head.weight.data
+        head.copy_(40 * head.roll(1, 0))
+        return generate(*args)
+
+    engine.generate = of_other_weights
+    return rollout_with(engine)
+
+
 def sampled(model, *precision):
     return rollout_with(EmbeddedEngine(model, *precision))
 
@@ -99,16 +113,13 @@ REFUSED = {
     "forwards twice": ({"kind": running(slice(None), slice(None))}, ReplayError, "more forwards .* its 4 slices"),
     "late": ({"source": returned(lambda routes: [np.roll(each, 1, 0) for each in routes])}, ReplayError, "shift"),
     "zeros": ({"source": returned(lambda routes: list(map(np.zeros_like, routes)))}, CaptureError, "sequence 0"),
+    "garbled": ({"source": garbled, "sentinel": "stop", "num_iterations": 2}, EngineError, r"Weights.*arrive"),
     "other weights": ({"source": stale}, StaleTraceError, r"versions \[7\].*rollout.*0"),
-    "penalty": (
-        {"source": sampled, "replay": "none", "repetition_penalty": 1.1},
-        ConfigError,
-        "repetition_penalty is",
-    ),
+    "penalty": ({"source": sampled, "replay": "none", "repetition_penalty": 1.1}, ConfigError, "repetition_penalty is"),
 }
 
 
-@grid("name", REFUSED, quick=3)
+@grid("name", REFUSED, quick=2)
 def test_what_is_not_replayed_or_wrong_ends_the_run(name, folder):
     settings, error, message = REFUSED[name]
     settings, model = dict(settings), policy()
@@ -126,11 +137,6 @@ def test_a_trainer_that_is_not_trls_and_a_release_without_a_hook_are_named(folde
         make(folder)
 
 
-def processes(number, fsdp_version=2):
-    plugin = SimpleNamespace(fsdp_version=fsdp_version)
-    return SimpleNamespace(num_processes=number, state=SimpleNamespace(fsdp_plugin=plugin))
-
-
 @pytest.mark.shows("TRL", "FSDP1", refused="`accelerate` runs it on GPUs alone, where nobody tested it")
 @pytest.mark.shows(
     "TRL",
@@ -138,22 +144,20 @@ def processes(number, fsdp_version=2):
     refused="TRL samples those turns, or deals them out, otherwise",
 )
 @pytest.mark.parametrize(
-    ("changes", "message"),
+    ("number", "fsdp_version", "own", "message"),
     [
-        ({"accelerator": processes(1, fsdp_version=1)}, "fsdp_version: 2"),
-        (
-            {"accelerator": processes(2), "use_vllm": True, "vllm_mode": "server", "tools": [look_up]},
-            "in equal shares",
-        ),
+        (1, 1, {}, "fsdp_version: 2"),
+        (2, 2, {"use_vllm": True, "vllm_mode": "server", "tools": [look_up]}, "in equal shares"),
     ],
 )
-def test_what_was_never_tested_is_refused(changes, message, folder, monkeypatch):
+def test_what_was_never_tested_is_refused(number, fsdp_version, own, message, folder):
     """test_trl_same.py has tools with a `rollout_func`."""
     trainer = make(folder)
-    monkeypatch.setattr(trainer, "accelerator", processes(1))
+    plugin = SimpleNamespace(fsdp_version=2)
+    trainer.accelerator = SimpleNamespace(num_processes=1, state=SimpleNamespace(fsdp_plugin=plugin))
     require_supported(trainer, "R3")
-    for setting, value in changes.items():
-        monkeypatch.setattr(trainer, setting, value)
+    trainer.accelerator.num_processes, plugin.fsdp_version = number, fsdp_version
+    vars(trainer).update(own)
     with pytest.raises(ConfigError, match=message):
         require_supported(trainer, "R3")
 
@@ -213,6 +217,7 @@ def test_a_run_that_is_to_stop_does_before_it_learns_from_the_rollout(folder, mi
     assert run.state.global_step == 2  # those of the first rollout
 
 
+@pytest.mark.slow
 def test_dropped_tokens_are_those_behind_the_first_wrong_row(folder, monkeypatch, caplog):
     def judge(sentinel, counts):
         since = int(counts.lengths_S[1]) - 4
@@ -231,17 +236,3 @@ def test_dropped_tokens_are_those_behind_the_first_wrong_row(folder, monkeypatch
     assert dropped.any(1).nonzero().flatten().tolist() == [1]
     positions = prompts[1] + torch.nonzero(dropped[1]).flatten()
     assert positions.tolist() == list(range(since + 1, since + 4))
-
-
-@pytest.mark.slow
-def test_weights_that_a_sync_garbled_stop_the_run(folder, monkeypatch):
-    generate = EmbeddedEngine.generate
-
-    def garbled(engine, *args):
-        with torch.no_grad():
-            engine._model.lm_head.weight.copy_(40 * engine._model.lm_head.weight.roll(1, 0))
-        return generate(engine, *args)
-
-    monkeypatch.setattr(EmbeddedEngine, "generate", garbled)
-    with pytest.raises(EngineError, match=r"Weights.*arrive"):
-        trainer(folder, sentinel="stop", **TWICE).train()

@@ -168,6 +168,7 @@ def test_scores_that_generate_moves_in_a_way_that_no_set_shows_are_refused(folde
         trainer.train()
 
 
+@pytest.mark.slow
 def test_a_process_whose_scores_were_not_moved_fails_with_the_one_whose_were(folder, monkeypatch):
     trainer = make(folder)
     monkeypatch.setattr(trainer.routing, "_over_processes", lambda failed: failed + 1)

@@ -52,9 +52,6 @@ class Counter:
 
         Args:
             text: any.
-
-        Returns:
-            How often it was called.
         """
         self.calls += 1
         return f"{self.calls}"

@@ -45,13 +45,11 @@ class Sampler:
         prompts = [np.array(prompt, np.int32) for prompt in prompts]
         generation = self._engine.generate(prompts, sampling, self._generator)
         logprobs = np.split(generation.logprobs_R, np.cumsum(generation.response_lengths)[:-1])
-        traces = [generation.trace.select([s]) for s in range(len(generation))]
-        routes = [trace.expert_ids_NLK[trace.valid_N] for trace in traces]
-        sets = [None if SAMPLING not in trace.streams else sets_of(trace.streams[SAMPLING]) for trace in traces]
-        return [
-            (prompts[s // count].tolist(), generation.response(s).tolist(), logprobs[s].tolist(), routes[s], sets[s])
-            for s in range(len(generation))
-        ]
+        for s, of_response in enumerate(logprobs):
+            trace = generation.trace.select([s])
+            sets = sets_of(trace.streams[SAMPLING]) if SAMPLING in trace.streams else None
+            routes = trace.expert_ids_NLK[trace.valid_N]
+            yield prompts[s // count].tolist(), generation.response(s).tolist(), of_response.tolist(), routes, sets
 
 
 def sets_of(masks):
@@ -67,7 +65,7 @@ def colocated(monkeypatch):
             self._returns_masks = return_sampling_mask
             self._returns_routes = enable_return_routed_experts
             self._sampler = Sampler()
-            runner = SimpleNamespace(model=SimpleNamespace(load_weights=self._sampler.load_weights))
+            runner = SimpleNamespace(model=self._sampler)
             executor = SimpleNamespace(driver_worker=SimpleNamespace(model_runner=runner))
             lengths = SimpleNamespace(max_model_len=256)
             self.llm_engine = SimpleNamespace(model_executor=executor, model_config=lengths)
@@ -80,18 +78,12 @@ def colocated(monkeypatch):
             params = sampling_params
             if self._returns_masks and not (params.temperature > 0 and params.top_k > 0):
                 raise ValueError("sampling distribution replay requires temperature > 0 and top_k > 0")
-            wanted = {"count": 1, "max_tokens": params.max_tokens, "temperature": params.temperature}
-            wanted |= {"top_p": params.top_p, "top_k": params.top_k, "min_p": params.min_p}
-            return [
-                request_output(
-                    prompt,
-                    response,
-                    routes if self._returns_routes else None,
-                    logprobs=logprobs,
-                    sets=sets if self._returns_masks else None,
-                )
-                for prompt, response, logprobs, routes, sets in self._sampler.sample(ids, **wanted)
-            ]
+            wanted = {name: getattr(params, name) for name in ("max_tokens", "temperature", "top_p", "top_k", "min_p")}
+            answers = []
+            for prompt, response, logprobs, routes, sets in self._sampler.sample(ids, count=1, **wanted):
+                routes, sets = routes if self._returns_routes else None, sets if self._returns_masks else None
+                answers.append(request_output(prompt, response, routes, logprobs=logprobs, sets=sets))
+            return answers
 
     monkeypatch.setattr(vllm_generation, "is_vllm_available", lambda: True)
     monkeypatch.setattr(vllm_generation, "LLM", LLM, raising=False)
