@@ -28,12 +28,9 @@ def masks(folder):
     """What naming the module in `external_lib` does, undone after the tests: verl imports it with its configuration."""
     server = importlib.import_module("verl.workers.rollout.vllm_rollout.vllm_async_server")
     with pytest.MonkeyPatch.context() as undone:
-        for place, name in (
-            (server, "extract_prompt_logprobs"),
-            (LLMServerClient, "generate"),
-            (AgentLoopBase, "__init__"),
-        ):
-            undone.setattr(place, name, getattr(place, name))
+        undone.setattr(server, "extract_prompt_logprobs", server.extract_prompt_logprobs)
+        undone.setattr(LLMServerClient, "generate", LLMServerClient.generate)
+        undone.setattr(AgentLoopBase, "__init__", AgentLoopBase.__init__)
         undone.delitem(sys.modules, MASKS, raising=False)
         HFModelConfig(path=folder, external_lib=MASKS)
         yield sys.modules[MASKS]
@@ -54,17 +51,12 @@ def engine(group, folder):
     return masked(folder)
 
 
-LAYOUTS = {"packed": {}, "padded": {"use_remove_padding": False}, "with the entropy": {"calculate_entropy": True}}
-
-
-@pytest.mark.parametrize(
-    ("form", "layout"), [("a field", "packed"), ("extra fields", "padded"), ("extra fields", "with the entropy")]
-)
-def test_log_probs_are_those_of_dense_logits_outside_of_the_sets_at_minus_infinity(form, layout, engine, scores):
-    td = tensordict(scores.batch(form), temperature=TEMPERATURE, **LAYOUTS[layout])
+@pytest.mark.parametrize("layout", [{"use_remove_padding": False}, {"calculate_entropy": True}])
+def test_log_probs_are_those_of_dense_logits_outside_of_the_sets_at_minus_infinity(layout, engine, scores):
+    td = tensordict(scores.batch("extra fields"), temperature=TEMPERATURE, **layout)
     found, output = old_log_probs(engine, td)
     require_scored(found, scores)
-    if "entropy" in layout:  # of all tokens, as without masks
+    if "calculate_entropy" in layout:  # of all tokens, as without masks
         del td["rollout_log_probs"]
         expected = old_log_probs(without_masks(engine), td)[1]["model_output"]["entropy"]
         assert torch.equal(output["model_output"]["entropy"].values(), expected.values())
@@ -84,9 +76,9 @@ def without_masks(engine):
 
 
 @pytest.mark.shows("verl, FSDP engine", "`top_p`, `top_k` under vLLM: scored on the sets that tokens were drawn from")
-def test_gradients_are_those_of_dense_logits_and_the_rollout_is_met(engine, scores):
+def test_log_probs_and_gradients_are_those_of_dense_logits_and_the_rollout_is_met(engine, scores):
     td = tensordict(scores.batch(), temperature=TEMPERATURE)
-    old_log_probs(engine, td)
+    require_scored(old_log_probs(engine, td)[0], scores)
     gradients, output = learned(engine, scores)
     require_learned(gradients, scores.gradients)
     assert output["metrics"]["mismatch/k3"][0] < 1e-9

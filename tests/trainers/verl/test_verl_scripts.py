@@ -1,7 +1,8 @@
 """MoE scripts of verl and docs/verl.md, by what decides about replay, and what is said of them before Ray starts.
 
 Settings are those of the scripts in `examples/` of verl (August 2026), composed with the configuration of the release
-at hand. foreroute's own lines are added, and nothing else.
+at hand. foreroute's own lines are added, and nothing else. Of verl's losses, gradients in float64 say which depend on
+the sequences that share a micro-batch.
 """
 
 import re
@@ -9,20 +10,33 @@ import shlex
 from contextlib import nullcontext
 from pathlib import Path
 
+import numpy as np
 import pytest
+import torch
 
 pytest.importorskip("verl", reason="there is no verl in this environment: run `make night PART=verl`")
 
+# isort: off
+from examples.verl import verl_on_cpu  # noqa: F401  before verl
+from examples.verl import megatron_on_cpu  # noqa: F401  before Megatron
+
+# isort: on
 from hydra import compose, initialize_config_module
+from tensordict import TensorDict
+from verl.trainer.ppo.core_algos import POLICY_LOSS_REGISTRY
+from verl.utils import tensordict_utils as tu
 from verl.utils.config import omega_conf_to_dataclass
+from verl.workers.config import McoreActorConfig
+from verl.workers.config.actor import PolicyLossConfig
+from verl.workers.utils.losses import ppo_loss
 
 from examples.verl import demo_cluster
 from foreroute.errors import ConfigError
 from foreroute.trainers.verl import plugin
 from foreroute.trainers.verl.planning import PlanningMegatronConfig
 from foreroute.trainers.verl.plugin import require_script
-from foreroute.trainers.verl.settings import MASKS, replay_of
-from tests.trainers.verl.verl_batches import SPEC, padded, sequences
+from foreroute.trainers.verl.settings import MASKS, grouping_refusals, replay_of
+from tests.trainers.verl.verl_batches import SPEC, nested, padded, sequences, unpadded
 
 ROOT = Path(__file__).parents[3]
 FENCE = re.compile(r"^```python\n(.*?)^```", re.MULTILINE | re.DOTALL)
@@ -127,11 +141,12 @@ def test_the_block_of_the_page_runs():
     exec(code, {"batch": padded(sequences(3)), "spec": SPEC})
 
 
-def test_verl_reads_the_configuration_of_the_example_as_meant():
+def test_verl_reads_the_lines_of_the_page_and_of_the_example_as_meant():
+    page = (ROOT / "docs" / "verl.md").read_text().partition("## Sampling masks")[0].split("## Megatron", 1)
+    fsdp, lines = (re.findall(r"^    (actor.*|\+.*?) *$", part, re.MULTILINE) for part in page)
     script = (ROOT / "examples" / "verl" / "grpo_r3.sh").read_text()
     command = script[script.index("python3 -m") :].replace("$DATA", "data").replace("$MODEL", "model")
     words = [word for word in shlex.split(command) if "=" in word]
-    fsdp, _ = lines_of_page()
     assert len(fsdp) == 3
     assert set(words) >= set(fsdp)
     config = composed("fsdp", *words)
@@ -140,10 +155,8 @@ def test_verl_reads_the_configuration_of_the_example_as_meant():
     assert "router_replay" not in config.actor_rollout_ref.ref.fsdp_config
     assert config.actor_rollout_ref.model.external_lib == "foreroute.trainers.verl.fsdp"
 
-
-def test_verl_reads_the_lines_of_megatron_as_meant():
-    _, lines = lines_of_page()
     names = {line.partition("=")[0] for line in demo_cluster.SETTINGS + demo_cluster.MEGATRON}
+    assert lines
     assert {line.partition("=")[0] for line in lines} <= names
     config = composed("megatron", *lines)
     actor = omega_conf_to_dataclass(config.actor_rollout_ref.actor)
@@ -155,9 +168,70 @@ def test_verl_reads_the_lines_of_megatron_as_meant():
     assert config.actor_rollout_ref.ref.megatron.router_replay.mode == "disabled"
 
 
-def lines_of_page():
-    """Lines of configuration on the page, of FSDP and of Megatron."""
-    page = (ROOT / "docs" / "verl.md").read_text().partition("## Sampling masks")[0]
-    parts = [re.findall(r"^    (actor.*|\+.*?) *$", part, re.MULTILINE) for part in page.split("## Megatron", 1)]
-    assert all(parts)
-    return parts
+COUNT = 12
+GROUPINGS = ([[0, 1, 2, 3], [4, 5, 6, 7], [8, 9, 10, 11]], [[11, 2, 7], [0, 5, 9, 3], [4, 1, 6, 8, 10]])
+AGGREGATED = ("token-mean", "token-sum", "seq-mean-token-sum", "seq-mean-token-mean")
+NORM = {"loss_agg_mode": "seq-mean-token-sum-norm"}
+NORMALIZED = {"loss_type": "reinforce", "rollout_is": "token", "rollout_is_batch_normalize": True}
+REFUSED = {
+    **{mode: ({"loss_mode": mode}, {}) for mode in ("clip_cov", "kl_cov", "geo_mean")},
+    "rollout_is_batch_normalize": ({"loss_mode": "bypass_mode", "rollout_correction": NORMALIZED}, {}),
+    "loss_scale_factor": ({}, NORM),
+}
+
+
+def actor(loss, **settings):
+    drawn = {"clip_cov_lb": -9.0, "clip_cov_ub": 9.0, "clip_cov_ratio": 0.2, "kl_cov_ratio": 0.2, "dro_beta": 0.1}
+    given = {"rollout_n": 4, "use_dynamic_bsz": True, "entropy_coeff": 0.01, "use_kl_loss": True} | settings
+    return McoreActorConfig(policy_loss=PolicyLossConfig(**(drawn | loss)), **given)
+
+
+def batch():
+    """A mini-batch as verl's engines have it, of two data-parallel ranks."""
+    pairs, rng = sequences(COUNT, seed=3), np.random.default_rng(0)
+    made = {name: values for name, values in unpadded(pairs).items() if name != "routed_experts"}
+    for name, sign in (("old_log_probs", -1), ("advantages", 1), ("ref_log_prob", -1)):
+        made[name] = nested([sign * rng.random(len(response)) for _, response in pairs])
+    td = TensorDict(made, batch_size=COUNT)
+    tu.assign_non_tensor(td, dp_size=2, batch_num_tokens=97, global_batch_size=2 * COUNT)
+    return td
+
+
+def gradients(config, groups):
+    """Gradients of all log-probs and entropies, as verl's Megatron engine adds up its micro-batches."""
+    td, random = batch(), torch.Generator().manual_seed(1)
+    torch.manual_seed(0)  # of what a loss draws
+    sizes, leaves = td["input_ids"].offsets().diff().tolist(), {}
+    for name, sign in (("log_probs", -1), ("entropy", 1)):
+        rows = [torch.rand(size, generator=random, dtype=torch.float64) for size in sizes]
+        leaves[name] = [(sign * row).requires_grad_() for row in rows]
+    for group in groups:
+        given = {name: [rows[s] for s in group] for name, rows in leaves.items()}
+        given = {name: torch.nested.as_nested_tensor(rows, layout=torch.jagged) for name, rows in given.items()}
+        loss, _ = ppo_loss(config, given, tu.index_select_tensor_dict(td, group))
+        loss.backward()  # verl multiplies by the number of groups, by which Megatron divides
+    return torch.cat([row.grad for rows in leaves.values() for row in rows])
+
+
+def apart(config):
+    found = [gradients(config, groups) for groups in GROUPINGS]
+    assert found[0].abs().max() > 0
+    return float((found[0] - found[1]).abs().max() / found[0].abs().max())
+
+
+@pytest.mark.parametrize("mode", sorted(POLICY_LOSS_REGISTRY.keys() - REFUSED.keys()))
+def test_gradients_do_not_depend_on_which_sequences_share_a_micro_batch(mode):
+    for settings in (*({"loss_agg_mode": each} for each in AGGREGATED), NORM | {"loss_scale_factor": 100}):
+        config = actor({"loss_mode": mode}, **settings)
+        assert apart(config) < 1e-12
+        assert not [text for refused, text in grouping_refusals(config) if refused]
+
+
+@pytest.mark.parametrize("named", REFUSED)
+def test_losses_whose_gradients_do_are_refused_by_name(named):
+    """The control: the gradient is another one."""
+    loss, settings = REFUSED[named]
+    config = actor(loss, **settings)
+    assert apart(config) > 1e-3
+    (text,) = [text for refused, text in grouping_refusals(config) if refused]
+    assert named in text

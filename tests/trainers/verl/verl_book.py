@@ -19,12 +19,8 @@ TEMPERATURE = 0.7
 
 
 class Book:
-    """Sequences of a rollout, each with routes [T - 1, 2, 2] and log-probs of its response,
-    near those of the model on these routes.
-
-    Args:
-        folder: the policy's checkpoint.
-        replaced: share of (token, layer) whose experts are drawn at random.
+    """Sequences of a rollout, each with routes [T - 1, 2, 2], a share of which is replaced, and log-probs of its
+    response, near those of the model on these routes.
     """
 
     def __init__(self, folder, *, count=6, seed=0, replaced=0.15):
