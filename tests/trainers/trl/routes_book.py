@@ -25,25 +25,18 @@ class Book:
         prompt_ids = [texts(prompt)["input_ids"] for prompt in prompts]
         completions = [self._completion() for _ in prompts]
         sequences = [tuple(p + c) for p, c in zip(prompt_ids, completions, strict=True)]
-        returned = []
         for prompt, sequence in zip(prompt_ids, sequences, strict=True):
             self.native[sequence] = ids, logprobs = native(self._model, sequence)
             self.routes[sequence] = drawn_anew(ids, self._replaced, self._rng)[:-1]
             self.prompt_lengths[sequence] = len(prompt)
             drawn = self._rng.normal(0, 0.5, len(sequence) - len(prompt))
             self.logprobs[sequence] = logprobs[len(prompt) - 1 :] + drawn
-            returned.append(self.routes[sequence])
-        return {
-            "prompt_ids": prompt_ids,
-            "completion_ids": completions,
-            "logprobs": [self.logprobs[sequence].tolist() for sequence in sequences],
-            "routed_experts": self._change(returned),
-        }
+        logprobs = [self.logprobs[sequence].tolist() for sequence in sequences]
+        return output(prompt_ids, completions, logprobs, self._change([self.routes[each] for each in sequences]))
 
     def _completion(self):
         """Half of them end by themselves, the others are truncated."""
-        length = int(self._rng.integers(2, self._longest))
-        tokens = self._rng.integers(2, 200, length).tolist()
+        tokens = self._rng.integers(2, 200, self._rng.integers(2, self._longest)).tolist()
         return [*tokens, END] if self._rng.random() < 0.5 else tokens
 
 
@@ -67,12 +60,11 @@ class Drawn:
             shape = (len(prompt) + len(completions[-1]) - 1, 3, 8)
             routes.append(np.argsort(self._rng.random(shape) + self._skew, axis=-1)[..., :2])
             self.routes[tuple(prompt + completions[-1])] = routes[-1]
-        return {
-            "prompt_ids": prompt_ids,
-            "completion_ids": completions,
-            "logprobs": [[-3.0] * len(completion) for completion in completions],
-            "routed_experts": routes,
-        }
+        return output(prompt_ids, completions, [[-3.0] * len(completion) for completion in completions], routes)
+
+
+def output(prompts, completions, logprobs, routes):
+    return {"prompt_ids": prompts, "completion_ids": completions, "logprobs": logprobs, "routed_experts": routes}
 
 
 def log_ratios(book):

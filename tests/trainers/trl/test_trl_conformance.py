@@ -41,7 +41,7 @@ class AttachedTrainer:
     def __init__(self, model):
         with tempfile.TemporaryDirectory() as folder:
             self.trainer = make(folder, model=model, gradient_checkpointing=False)
-        self.spec, self.is_open, self.is_recording = self.trainer.routing.routed.spec, False, False
+        self.spec, self.rollout, self.is_recording = self.trainer.routing.routed.spec, None, False
 
     @contextmanager
     def record(self, **options):
@@ -60,12 +60,11 @@ class AttachedTrainer:
             require_version(trace, weight_version)
         self.rollout = Rollout(trace, np.ones(len(trace), np.int64))
         self.trainer.routing.take(self.rollout)
-        self.is_open = True
         try:
             with self.trainer.routing.training_step():
                 yield
         finally:
-            self.is_open = False
+            self.rollout = None
 
 
 class TRLModel(HuggingFaceModel):
@@ -82,7 +81,7 @@ class TRLModel(HuggingFaceModel):
         """One pass of TRL over shuffled rows, which is undone; under replay an update pass."""
         batch = {"ids": input_ids, "mask": mask, "order": torch.arange(len(input_ids))}
         attached, keep = self.attached, input_ids.shape[1] - 1
-        replays = attached is not None and attached.is_open
+        replays = attached is not None and attached.rollout is not None
         if replays:
             attached.rollout.mask_ST = None  # whole batches of several paddings are replayed from one rollout
             attached.rollout.read_mask(mask, keep)

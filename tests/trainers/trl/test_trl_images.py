@@ -13,10 +13,10 @@ from foreroute.core.hooks import overridden
 from foreroute.errors import BatchMismatchError
 from foreroute.trace import PIXELS
 from foreroute.trainers.trl import GRPOTrainer
-from tests.trainers import vision_language
 from tests.trainers.given_experts import watched
 from tests.trainers.trl.tools_runs import told_apart
 from tests.trainers.trl.trl_runs import logged, make
+from tests.trainers.vision_language import policy
 
 TOKENS = ("<|image_pad|>", "<|video_pad|>", "<|vision_start|>", "<|vision_end|>")
 CHAT = """{% for m in messages %}{% if m.content is string %}{{ m.content }}{% else %}{% for part in m.content %}
@@ -44,15 +44,8 @@ def processor():
     return Processor(patches, texts, chat_template=CHAT)
 
 
-def policy():
-    """What reads the tokens of the processor; an image of 8 by 8 pixels is one of them."""
-    texts = processor().tokenizer
-    image, video, start, _ = texts.convert_tokens_to_ids(TOKENS)
-    return vision_language.policy(len(texts), image=image, video=video, start=start)
-
-
 def painted(number):
-    """An image of its own size and colours, one to six tokens of it."""
+    """An image of its own size and colours."""
     width, height = 8 * (1 + number % 3), 8 * (1 + number % 2)
     pixels = torch.randint(256, (height, width, 3), generator=torch.Generator().manual_seed(number))
     return Image.fromarray(pixels.to(torch.uint8).numpy())
@@ -77,18 +70,16 @@ def generating_with_other_routers(model):
 
 
 def trained(folder, replay):
-    """On prompts of several lengths with one image or two, of several sizes."""
+    """On prompts of several lengths with one image or two, of several sizes; 8 by 8 pixels are a token."""
+    reads = processor()
+    image, video, start, _ = reads.tokenizer.convert_tokens_to_ids(TOKENS)
+    model = policy(len(reads.tokenizer), image=image, video=video, start=start)
     asked = [[{"role": "user", "content": f"{'very ' * (i % 3)}many vowels {i}"}] for i in range(8)]
     images = [[painted(i + j) for j in range(1 + i % 2)] for i in range(8)]
     chosen = {"max_steps": 2, "max_completion_length": 6, "gradient_checkpointing": False, "beta": 0.0}
-    given = {
-        "prompts": asked,
-        "columns": {"images": images},
-        "processing_class": processor(),
-        "reward_funcs": told_apart,
-    }
-    trainer = make(folder, model=policy(), processing_class=processor(), replay=replay, **given, **chosen)
-    rollouts, take, model = [], trainer.routing.take, trainer.model
+    given = {"prompts": asked, "columns": {"images": images}, "reward_funcs": told_apart}
+    trainer = make(folder, model=model, processing_class=reads, replay=replay, **given, **chosen)
+    rollouts, take = [], trainer.routing.take
     trainer.routing.take = lambda rollout: (rollouts.append(rollout.trace), take(rollout))
     with generating_with_other_routers(model), watched(model) as batches:
         trainer.train()

@@ -72,16 +72,11 @@ def test_gradients_are_those_of_sampled_tokens_under_the_routes_of_their_turns(s
     trainer = trained(folder, model=model, max_completion_length=100, **chosen)
     sequences = list(sequences_of(trainer))
     turns = [np.diff(sampled.astype(int)).clip(0).sum() for _, sampled, _ in sequences]
-    own = source in ("generate", "environment")
+    own = source != "branches"
     assert max(turns) > 1
     assert min(np.abs([advantage for *_, advantage in sequences])) > 0
     assert any(not sampled[np.flatnonzero(sampled)[0] :].all() for _, sampled, _ in sequences)
-    routes_of = (
-        (lambda tokens: native(before, tokens)[0][:-1])
-        if own
-        else lambda tokens: engine.routes_of(tokens)[: len(tokens) - 1]
-    )
-    expected = oracle(before, sequences, routes_of)
+    expected = oracle(before, sequences, (lambda tokens: native(before, tokens)[0]) if own else engine.routes_of)
     assert trainer.gradients.keys() == expected.keys()
     for name, gradient in expected.items():
         torch.testing.assert_close(trainer.gradients[name], gradient, rtol=1e-3, atol=2e-5)
@@ -89,29 +84,28 @@ def test_gradients_are_those_of_sampled_tokens_under_the_routes_of_their_turns(s
     assert not own or logged(trainer, "mismatch/k3")[0] < 1e-9
 
 
-def turn_of(prompts, responses):
-    sequences = [np.array(prompt + response, np.int32) for prompt, response in zip(prompts, responses, strict=True)]
-    routes = [np.tile([0, 1], (len(tokens) - 1, 1, 1)) for tokens in sequences]
-    spec = RoutingSpec(8, 2, (RoutedLayer(0),))
-    return Turn([len(prompt) for prompt in prompts], RoutingTrace.from_sequences(spec, sequences, routes))
+FIRST = [[5, 6, 7]]
 
 
 @pytest.mark.parametrize(
-    ("second", "final", "error", "message"),
+    ("turns", "final", "error", "message"),
     [
-        ([[5, 6, 8, 20, 30]], [5, 6, 7, 20, 30], BatchMismatchError, "the beginning of none of the 1 sequences"),
-        ([[5, 6, 7, 20, 30]] * 2, [5, 6, 7, 20, 30], BatchMismatchError, "sequence 1 of a turn"),
-        ([], [5, 6, 7, 20, 30], BatchMismatchError, "trains on 5 tokens of sequence 0, and .* end at 3"),
-        (None, [5, 6, 7], ReplayError, "past _generate_single_turn"),
+        ([FIRST, [[5, 6, 8, 20, 30]]], 5, BatchMismatchError, "the beginning of none of the 1 sequences"),
+        ([FIRST, [[5, 6, 7, 20, 30]] * 2], 5, BatchMismatchError, "sequence 1 of a turn"),
+        ([FIRST], 5, BatchMismatchError, "trains on 5 tokens of sequence 0, and .* end at 3"),
+        ([], 3, ReplayError, "past _generate_single_turn"),
     ],
     ids=["other-tokens", "twice", "missing", "no-turn"],
 )
-def test_turns_of_other_tokens_are_refused(second, final, error, message):
-    turns = [] if second is None else [turn_of([[5, 6]], [[7]])]
-    if second:
-        turns.append(turn_of([tokens[:-1] for tokens in second], [tokens[-1:] for tokens in second]))
+def test_turns_of_other_tokens_are_refused(turns, final, error, message):
+    """Each sampled a token."""
+    spec, made = RoutingSpec(8, 2, (RoutedLayer(0),)), []
+    for turn in turns:
+        routes = [np.tile([0, 1], (len(tokens) - 1, 1, 1)) for tokens in turn]
+        trace = RoutingTrace.from_sequences(spec, [np.array(tokens, np.int32) for tokens in turn], routes)
+        made.append(Turn([len(tokens) - 1 for tokens in turn], trace))
     with pytest.raises(error, match=message):
-        join_turns(turns, [np.array(final, np.int32)], [2])
+        join_turns(made, [np.array([5, 6, 7, 20, 30][:final], np.int32)], [2])
 
 
 @pytest.mark.slow

@@ -7,7 +7,6 @@ rows that a budget has no room for, and rows that travel. Megatron's own functio
 import importlib
 import sys
 from collections import Counter
-from functools import wraps
 from types import ModuleType, SimpleNamespace
 from unittest import mock
 
@@ -63,15 +62,8 @@ def in_float32(weights):
     return weights.to(torch.float32)
 
 
-def kernel(method):
-    """No operators of torch, to whoever counts those."""
-
-    @wraps(method)
-    def launched(*args, **named):
-        with _disable_current_modes():
-            return method(*args, **named)
-
-    return launched
+kernel = _disable_current_modes()
+"""Of a method: it is no operators of torch, to whoever counts those."""
 
 
 class Buffer:

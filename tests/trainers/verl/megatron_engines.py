@@ -9,6 +9,7 @@ from examples.verl import megatron_on_cpu  # noqa: F401  before foreroute's engi
 
 # isort: on
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 
 import torch.distributed as dist
@@ -55,16 +56,13 @@ McoreEngineConfig.__post_init__ = check_config
 
 def make(folder, *, plans=False, replay="R3", transformer=None, model=None, **settings):
     """An engine, initialised, whose experts two ranks share. Settings are of verl's configuration and its model's."""
+    unfused = dict.fromkeys(FUSED_KERNELS, False) | {"use_cpu_initialization": True}
     config = {
         "vanilla_mbridge": True,
         "expert_model_parallel_size": 2,
         "expert_tensor_parallel_size": 1,
         "router_replay": EngineRouterReplayConfig(mode=replay),
-        "override_transformer_config": {
-            **dict.fromkeys(FUSED_KERNELS, False),
-            "use_cpu_initialization": True,
-            **(transformer or {}),
-        },
+        "override_transformer_config": unfused | (transformer or {}),
         **settings,
     }
     engine = EngineRegistry.new(
@@ -102,8 +100,7 @@ def watched(engine):
 
 
 def train(policy, runs):
-    batch = Book(policy, count=SEQUENCES).batch()
-    return each(runs, lambda **settings: run(policy, batch, **settings))
+    return each(runs, partial(run, policy, Book(policy, count=SEQUENCES).batch()))
 
 
 def each(runs, run):

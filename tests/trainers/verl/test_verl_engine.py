@@ -263,14 +263,13 @@ def test_routes_of_images_are_followed_and_the_mismatch_falls(group, images, lay
 
 CALL = 'hm <tool_call>{"name": "look_up", "arguments": {"text": "abc"}}</tool_call>'
 WIDTHS = {"prompt_length": 16, "response_length": 300}
-END = 1
 
 
 class Servers:
     """Answers requests with these texts, as verl's client of its servers does, and with routes of all tokens."""
 
     def __init__(self, texts, routes):
-        self._texts, self._routes = [[*chat_tokenizer()(text)["input_ids"], END] for text in texts], routes
+        self._texts, self._routes = [[*chat_tokenizer()(text)["input_ids"], 1] for text in texts], routes
 
     async def generate(self, request_id, *, prompt_ids, **_):
         response = self._texts.pop(0)
@@ -281,8 +280,7 @@ class Servers:
 
 async def looped(servers):
     """What verl's agent loop makes of a conversation."""
-    multi_turn = dict.fromkeys(("max_user_turns", "max_assistant_turns"))
-    multi_turn |= {"max_parallel_calls": 1, "format": "hermes"}
+    multi_turn = {"max_user_turns": None, "max_assistant_turns": None, "max_parallel_calls": 1, "format": "hermes"}
     multi_turn |= {"max_tool_response_length": 64, "tool_response_truncate_side": "right"}
     rollout = SimpleNamespace(multi_turn=SimpleNamespace(**multi_turn), full_determinism=False, **WIDTHS)
     config = SimpleNamespace(actor_rollout_ref=SimpleNamespace(rollout=rollout))

@@ -2,6 +2,7 @@
 
 import dataclasses
 from contextlib import nullcontext
+from functools import partial
 from types import SimpleNamespace
 
 import numpy as np
@@ -122,12 +123,8 @@ def test_tokens_entries_and_rows_that_trained_tokens_depend_on_are_those_of_a_lo
         assert on_device(batch).equals(trace)
 
 
-def read_whole(batch):
-    return trace_of(batch, model=SPEC)
-
-
 def decode(batch):
-    trace = read_whole(batch)
+    trace = trace_of(batch, model=SPEC)
     require_routed(trace, batch)
     return trace
 
@@ -178,7 +175,7 @@ REFUSED = [
 def test_what_cannot_be_true_is_refused_on_the_host_and_alike_on_the_device(make, spoil, message):
     batch = make(sequences(3))
     spoil(batch)
-    for read in [read_whole] if make is padded else [decode, on_device]:
+    for read in [partial(trace_of, model=SPEC)] if make is padded else [decode, on_device]:
         with pytest.raises((CaptureError, ReplayError), match=message):
             read(batch)
 
