@@ -13,15 +13,11 @@ from tests.trainers.trl.trl_runs import NO_AUXILIARY, trained
 class Watched(GRPOTrainer):
     """Keeps what indexers handed on in each pass, with the rollout that it belongs to."""
 
-    def __init__(self, *args, **kwargs):
-        self.passes = []
-        super().__init__(*args, **kwargs)
-
     def _get_per_token_logps_and_entropies(self, model, *args, **options):
         with attended(self.accelerator.unwrap_model(model)) as seen:
             result = super()._get_per_token_logps_and_entropies(model, *args, **options)
         if self.routing.rollout is not None:  # the check of the first rollout comes before it is taken
-            self.passes.append((self.routing.rollout.trace, seen))
+            vars(self).setdefault("passes", []).append((self.routing.rollout.trace, seen))
         return result
 
 

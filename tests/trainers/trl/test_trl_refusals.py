@@ -1,7 +1,6 @@
 """Replay that would be wrong, or would not happen, ends in one clear error, and the sentinel sees what is mixed up."""
 
 import copy
-import logging
 from dataclasses import replace
 from types import SimpleNamespace
 
@@ -199,7 +198,7 @@ def trainer(folder, **settings):
 
 @pytest.mark.slow
 def test_a_rollout_that_is_mixed_up_is_in_the_log_of_its_step_or_ends_the_run_before_it(folder, mixed_up, caplog):
-    caplog.set_level(logging.WARNING)
+    caplog.set_level("WARNING")
     for passes in (TWICE, ONCE):  # with an old pass and without
         caplog.clear()
         run = trainer(folder, **passes)

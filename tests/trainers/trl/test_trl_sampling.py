@@ -34,18 +34,14 @@ CUTS = {"top_p": 0.9, "top_k": 20, "min_p": 0.01, "temperature": 0.7}
 class Watched(GRPOTrainer):
     """Keeps what every pass was given and gave, with the rollout that it belongs to."""
 
-    def __init__(self, *args, **kwargs):
-        self.passes = []
-        super().__init__(*args, **kwargs)
-
     def _get_per_token_logps_and_entropies(self, model, *args, **options):
         result = super()._get_per_token_logps_and_entropies(model, *args, **options)
         rollout = self.routing.rollout
         if rollout is not None:  # the check of the first rollout comes before it is taken
             unwrapped = self.accelerator.unwrap_model(model)
             weights = {name: each.detach().clone() for name, each in unwrapped.state_dict().items()}
-            mine = (unwrapped is self.ref_model, weights, rollout.trace)
-            self.passes.append((*mine, *args[:3], result[0].detach().numpy()))  # tokens, mask, how many are scored
+            mine = (unwrapped is self.ref_model, weights, rollout.trace, *args[:3])  # tokens, mask, how many are scored
+            vars(self).setdefault("passes", []).append((*mine, result[0].detach().numpy()))
         return result
 
 

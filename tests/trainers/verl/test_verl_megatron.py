@@ -8,6 +8,7 @@ such layer, which mbridge reads for other families alone.
 import re
 import subprocess
 import sys
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -328,7 +329,7 @@ def predict(policy, runs):
         for name, module in ((name, m) for chunk in engine.module for name, m in chunk.named_modules()):
             if name.endswith(".router"):
                 kind = "prediction" if ".mtp." in f".{name}" else "decoder"
-                handles.append(module.register_forward_hook(noting_native(native.setdefault(kind, []))))
+                handles.append(module.register_forward_hook(partial(note_native, native.setdefault(kind, []))))
         old_log_probs(engine, td)
         with engine.train_mode():
             output = engine.train_batch(td, loss_function=sum_log_prob)
@@ -340,13 +341,10 @@ def predict(policy, runs):
     return each(runs, predicted)
 
 
-def noting_native(shares):
-    def note(router, args, out):
-        logits_RE = args[0].reshape(-1, args[0].shape[-1]).float() @ router.weight.float().T
-        own_RE = torch.zeros_like(out[1]).scatter(1, logits_RE.topk(router.topk, dim=-1).indices, True)
-        shares.append((own_RE == out[1]).all(-1).float())
-
-    return note
+def note_native(shares, router, args, out):
+    logits_RE = args[0].reshape(-1, args[0].shape[-1]).float() @ router.weight.float().T
+    own_RE = torch.zeros_like(out[1]).scatter(1, logits_RE.topk(router.topk, dim=-1).indices, True)
+    shares.append((own_RE == out[1]).all(-1).float())
 
 
 @register_model("qwen3_moe")

@@ -14,22 +14,24 @@ from foreroute.trace import DecisionStream, RoutedLayer, RoutingSpec
 from foreroute.trainers.verl import routed_experts, trace_of
 from foreroute.trainers.verl.packed_batch import PackedBatch, PackedRoutes, require_routed
 from foreroute.trainers.verl.settings import replay_of
-from tests.trainers.verl.verl_batches import (
-    PROMPT,
-    SPEC,
-    nested,
-    padded,
-    require_told,
-    sequences,
-    telling_routes,
-    unpadded,
-)
+from tests.trainers.verl.verl_batches import PROMPT, SPEC, nested, padded, sequences, telling_routes, unpadded
 
 
 def between(pairs, routes=telling_routes):
     """As verl's workers are given it: tokens and routes without padding, all else with it."""
     flat = unpadded(pairs, routes)
     return {**padded(pairs, routes), "input_ids": flat["input_ids"], "routed_experts": flat["routed_experts"]}
+
+
+def require_told(trace, pairs):
+    """Every row of the trace is that of its token, its position and its sequence, and the last one is absent."""
+    assert len(trace) == len(pairs)
+    for s, pair in enumerate(pairs):
+        tokens = np.concatenate(pair)
+        assert np.array_equal(trace.tokens(s), tokens)
+        rows = slice(trace.offsets[s], trace.offsets[s + 1])
+        assert trace.valid_N[rows].tolist() == [True] * (len(tokens) - 1) + [False]
+        assert np.array_equal(trace.expert_ids_NLK[rows][:-1], telling_routes(tokens)[:, 1:])
 
 
 @pytest.mark.parametrize("layout", [padded, unpadded, between])

@@ -68,14 +68,3 @@ def unpadded(pairs, routes=telling_routes):
 
 def nested(arrays):
     return torch.nested.as_nested_tensor([torch.from_numpy(np.asarray(a)) for a in arrays], layout=torch.jagged)
-
-
-def require_told(trace, pairs):
-    """Every row of the trace is that of its token, its position and its sequence, and the last one is absent."""
-    assert len(trace) == len(pairs)
-    for s, pair in enumerate(pairs):
-        tokens = np.concatenate(pair)
-        assert np.array_equal(trace.tokens(s), tokens)
-        rows = slice(trace.offsets[s], trace.offsets[s + 1])
-        assert trace.valid_N[rows].tolist() == [True] * (len(tokens) - 1) + [False]
-        assert np.array_equal(trace.expert_ids_NLK[rows][:-1], telling_routes(tokens)[:, 1:])
