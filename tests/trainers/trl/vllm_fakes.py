@@ -105,7 +105,7 @@ def served(monkeypatch, *, returns_routes=True):
             self.base_url, self.model = base_url, "tiny"
             self._sampler = Sampler()
 
-        init_communicator = reset_prefix_cache = lambda self, *_: None
+        init_communicator = reset_prefix_cache = lambda self, **_: None
 
         def get_server_info(self):
             return {"model_config": {"logprobs_mode": "processed_logprobs"}}
