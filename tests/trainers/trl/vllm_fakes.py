@@ -45,11 +45,13 @@ class Sampler:
         prompts = [np.array(prompt, np.int32) for prompt in prompts]
         generation = self._engine.generate(prompts, sampling, self._generator)
         logprobs = np.split(generation.logprobs_R, np.cumsum(generation.response_lengths)[:-1])
-        for s, of_response in enumerate(logprobs):
-            trace = generation.trace.select([s])
+        found, traces = [], [generation.trace.select([s]) for s in range(len(generation))]
+        for s, trace in enumerate(traces):
             sets = sets_of(trace.streams[SAMPLING]) if SAMPLING in trace.streams else None
             routes = trace.expert_ids_NLK[trace.valid_N]
-            yield prompts[s // count].tolist(), generation.response(s).tolist(), of_response.tolist(), routes, sets
+            response = generation.response(s).tolist()
+            found.append((prompts[s // count].tolist(), response, logprobs[s].tolist(), routes, sets))
+        return found
 
 
 def sets_of(masks):
@@ -75,10 +77,10 @@ def colocated(monkeypatch):
 
         def generate(self, prompts, *, sampling_params, use_tqdm):
             ids = [prompt["prompt_token_ids"] for prompt in prompts]
-            params = sampling_params
-            if self._returns_masks and not (params.temperature > 0 and params.top_k > 0):
+            if self._returns_masks and not (sampling_params.temperature > 0 and sampling_params.top_k > 0):
                 raise ValueError("sampling distribution replay requires temperature > 0 and top_k > 0")
-            wanted = {name: getattr(params, name) for name in ("max_tokens", "temperature", "top_p", "top_k", "min_p")}
+            names = ("max_tokens", "temperature", "top_p", "top_k", "min_p")
+            wanted = {name: getattr(sampling_params, name) for name in names}
             answers = []
             for prompt, response, logprobs, routes, sets in self._sampler.sample(ids, count=1, **wanted):
                 routes, sets = routes if self._returns_routes else None, sets if self._returns_masks else None
@@ -92,7 +94,6 @@ def colocated(monkeypatch):
         # TRL sets them for vLLM, and the next trainer would take them for torchrun's: undoing this takes them away
         monkeypatch.setenv(name, "")
         monkeypatch.delenv(name)
-    return LLM
 
 
 def served(monkeypatch, *, returns_routes=True):
@@ -128,4 +129,3 @@ def served(monkeypatch, *, returns_routes=True):
 
     monkeypatch.setattr(vllm_generation, "is_vllm_available", lambda: True)
     monkeypatch.setattr(vllm_generation, "VLLMClient", Client)
-    return Client
