@@ -12,12 +12,11 @@ TRUNKS = ("Qwen3MoeModel", "Qwen3VLMoeModel")
 
 
 class Forward:
-    """One forward of a trunk over padded or packed sequences, and every call of its experts, also in recomputations.
+    """One forward of a trunk over padded or packed sequences, ids [B, T], and every call of its experts.
 
     Attributes:
-        ids: [B, T].
-        is_real: bool [B * T], what the mask says; all where there is none.
-        calls: (layer, ids [B * T, K]) of each call.
+        is_real: bool [B * T], what the mask says.
+        calls: (layer, ids [B * T, K]) of each call, also in recomputations.
         grad: whether it is an update.
         adapters: whether PEFT's adapters were on.
         is_alone: whether there was no mask.

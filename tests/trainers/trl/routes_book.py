@@ -1,8 +1,4 @@
-"""The oracle: a rollout whose routes are written down by its tokens. Nothing here asks foreroute.
-
-Routes are the policy's own, seen by plain hooks, with a part of them replaced at random, so that every sequence has
-routes that no model would take.
-"""
+"""The oracle: rollouts whose routes are written down by their tokens. Nothing here asks foreroute."""
 
 import numpy as np
 
@@ -15,10 +11,8 @@ END = 1
 class Book:
     """A `rollout_func` of random completions, and the routes [T - 1, L, K] that it returned for each sequence.
 
-    Args:
-        model: the policy.
-        replaced: share of (token, layer) whose experts are drawn at random.
-        change: applied to the routes before they are returned, but not to those written down.
+    They are the model's own but for a share that is drawn at random, so that no model would take them. A change of them
+    is returned, and not written down.
     """
 
     def __init__(self, model, *, replaced=0.1, longest=10, seed=0, change=lambda routes: routes):
@@ -31,25 +25,18 @@ class Book:
         prompt_ids = [texts(prompt)["input_ids"] for prompt in prompts]
         completions = [self._completion() for _ in prompts]
         sequences = [tuple(p + c) for p, c in zip(prompt_ids, completions, strict=True)]
-        returned = []
         for prompt, sequence in zip(prompt_ids, sequences, strict=True):
-            self.native[sequence] = ids, _ = native(self._model, sequence)
-            routes = drawn_anew(ids, self._replaced, self._rng)[:-1]
-            self.routes[sequence], self.prompt_lengths[sequence] = routes, len(prompt)
+            self.native[sequence] = ids, logprobs = native(self._model, sequence)
+            self.routes[sequence] = drawn_anew(ids, self._replaced, self._rng)[:-1]
+            self.prompt_lengths[sequence] = len(prompt)
             drawn = self._rng.normal(0, 0.5, len(sequence) - len(prompt))
-            self.logprobs[sequence] = self.native[sequence][1][len(prompt) - 1 :] + drawn
-            returned.append(routes)
-        return {
-            "prompt_ids": prompt_ids,
-            "completion_ids": completions,
-            "logprobs": [self.logprobs[sequence].tolist() for sequence in sequences],
-            "routed_experts": self._change(returned),
-        }
+            self.logprobs[sequence] = logprobs[len(prompt) - 1 :] + drawn
+        logprobs = [self.logprobs[sequence].tolist() for sequence in sequences]
+        return output(prompt_ids, completions, logprobs, self._change([self.routes[each] for each in sequences]))
 
     def _completion(self):
         """Half of them end by themselves, the others are truncated."""
-        length = int(self._rng.integers(2, self._longest))
-        tokens = self._rng.integers(2, 200, length).tolist()
+        tokens = self._rng.integers(2, 200, self._rng.integers(2, self._longest)).tolist()
         return [*tokens, END] if self._rng.random() < 0.5 else tokens
 
 
@@ -73,12 +60,11 @@ class Drawn:
             shape = (len(prompt) + len(completions[-1]) - 1, 3, 8)
             routes.append(np.argsort(self._rng.random(shape) + self._skew, axis=-1)[..., :2])
             self.routes[tuple(prompt + completions[-1])] = routes[-1]
-        return {
-            "prompt_ids": prompt_ids,
-            "completion_ids": completions,
-            "logprobs": [[-3.0] * len(completion) for completion in completions],
-            "routed_experts": routes,
-        }
+        return output(prompt_ids, completions, [[-3.0] * len(completion) for completion in completions], routes)
+
+
+def output(prompts, completions, logprobs, routes):
+    return {"prompt_ids": prompts, "completion_ids": completions, "logprobs": logprobs, "routed_experts": routes}
 
 
 def log_ratios(book):

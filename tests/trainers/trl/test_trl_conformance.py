@@ -11,19 +11,16 @@ from contextlib import contextmanager
 import numpy as np
 import pytest
 import torch
-from datasets import Dataset
-from trl import GRPOConfig
 from trl.trainer import utils
 
-from examples.trl.tiny import tokenizer
 from foreroute.conformance import conformance_tests
 from foreroute.conformance.adapter import Unsupported
 from foreroute.conformance.huggingface import HuggingFaceModel, HuggingFaceUnderTest
 from foreroute.testing.models import FAMILIES
-from foreroute.trainers.trl import GRPOTrainer
 from foreroute.trainers.trl.capture import require_version
 from foreroute.trainers.trl.rollout import ROWS, Rollout
-from tests.trainers.trl.test_trl_masks import SCORES_ON_SETS
+from tests.trainers.trl.test_trl_sampling import SCORES_ON_SETS
+from tests.trainers.trl.trl_runs import make
 
 
 class TRLUnderTest(HuggingFaceUnderTest):
@@ -43,14 +40,8 @@ class AttachedTrainer:
 
     def __init__(self, model):
         with tempfile.TemporaryDirectory() as folder:
-            self.trainer = GRPOTrainer(
-                model=model,
-                processing_class=tokenizer(),
-                reward_funcs=lambda completions, **_: [0.0] * len(completions),
-                train_dataset=Dataset.from_dict({"prompt": ["a"]}),
-                args=GRPOConfig(folder, use_cpu=True, bf16=False, gradient_checkpointing=False, report_to=[]),
-            )
-        self.spec, self.is_open, self.is_recording = self.trainer.routing.routed.spec, False, False
+            self.trainer = make(folder, model=model, gradient_checkpointing=False)
+        self.spec, self.rollout, self.is_recording = self.trainer.routing.routed.spec, None, False
 
     @contextmanager
     def record(self, **options):
@@ -69,12 +60,11 @@ class AttachedTrainer:
             require_version(trace, weight_version)
         self.rollout = Rollout(trace, np.ones(len(trace), np.int64))
         self.trainer.routing.take(self.rollout)
-        self.is_open = True
         try:
             with self.trainer.routing.training_step():
                 yield
         finally:
-            self.is_open = False
+            self.rollout = None
 
 
 class TRLModel(HuggingFaceModel):
@@ -91,7 +81,7 @@ class TRLModel(HuggingFaceModel):
         """One pass of TRL over shuffled rows, which is undone; under replay an update pass."""
         batch = {"ids": input_ids, "mask": mask, "order": torch.arange(len(input_ids))}
         attached, keep = self.attached, input_ids.shape[1] - 1
-        replays = attached is not None and attached.is_open
+        replays = attached is not None and attached.rollout is not None
         if replays:
             attached.rollout.mask_ST = None  # whole batches of several paddings are replayed from one rollout
             attached.rollout.read_mask(mask, keep)

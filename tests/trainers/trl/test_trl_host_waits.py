@@ -21,7 +21,6 @@ from tests.adapters.hf.test_host_waits import found_on_the_host
 from tests.trainers.trl.routes_book import Drawn
 from tests.trainers.trl.trl_runs import logged, make
 
-TWO = {"per_device_train_batch_size": 2, "steps_per_generation": 2, "gradient_accumulation_steps": 2}
 TENSOR = torch.tensor
 
 
@@ -56,8 +55,9 @@ def run(folder, kind=GRPOTrainer, **settings):
 
         on_device = patch.object(accelerate.Accelerator, "device", DEVICE)
         with on_device, patch.object(torch, "tensor", tensor):
-            settings = {"rollout_func": Drawn(0), "optim": "sgd", "max_steps": 2, **TWO, **settings}
-            trainer = make(folder, kind=Watched, model=policy(), **settings)
+            two = {"max_steps": 2, "steps_per_generation": 2, "gradient_accumulation_steps": 2}
+            settings = {"rollout_func": Drawn(0), "optim": "sgd", **two, **settings}
+            trainer = make(folder, kind=Watched, **settings)
             trainer.model.to(DEVICE)
             trainer.add_callback(Watch())
             with patch.object(trl.GRPOConfig, "device", DEVICE):

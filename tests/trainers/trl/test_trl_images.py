@@ -3,7 +3,6 @@
 import numpy as np
 import pytest
 import torch
-from datasets import Dataset
 from PIL import Image
 from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
 from transformers.models.qwen3_vl.processing_qwen3_vl import Qwen3VLProcessor
@@ -14,9 +13,10 @@ from foreroute.core.hooks import overridden
 from foreroute.errors import BatchMismatchError
 from foreroute.trace import PIXELS
 from foreroute.trainers.trl import GRPOTrainer
-from tests.trainers import vision_language
 from tests.trainers.given_experts import watched
-from tests.trainers.trl.trl_runs import config, logged
+from tests.trainers.trl.tools_runs import told_apart
+from tests.trainers.trl.trl_runs import logged, make
+from tests.trainers.vision_language import policy
 
 TOKENS = ("<|image_pad|>", "<|video_pad|>", "<|vision_start|>", "<|vision_end|>")
 CHAT = """{% for m in messages %}{% if m.content is string %}{{ m.content }}{% else %}{% for part in m.content %}
@@ -44,64 +44,41 @@ def processor():
     return Processor(patches, texts, chat_template=CHAT)
 
 
-def policy():
-    """What reads the tokens of the processor; an image of 8 by 8 pixels is one of them."""
-    reads = processor()
-    ids = {
-        name: reads.tokenizer.convert_tokens_to_ids(token)
-        for name, token in zip(("image", "video", "start"), TOKENS, strict=False)
-    }
-    return vision_language.policy(len(reads.tokenizer), **ids)
-
-
 def painted(number):
-    """An image of its own size and colours, one to six tokens of it."""
+    """An image of its own size and colours."""
     width, height = 8 * (1 + number % 3), 8 * (1 + number % 2)
     pixels = torch.randint(256, (height, width, 3), generator=torch.Generator().manual_seed(number))
     return Image.fromarray(pixels.to(torch.uint8).numpy())
 
 
-def conversations(number):
-    """Prompts of several lengths with one image or two, of several sizes."""
-    asked = [[{"role": "user", "content": f"{'very ' * (i % 3)}many vowels {i}"}] for i in range(number)]
-    return {"prompt": asked, "images": [[painted(i + j) for j in range(1 + i % 2)] for i in range(number)]}
-
-
-def letters(completions, **_):
-    return [float(sum(letter in "aeiou" for letter in completion[0]["content"])) for completion in completions]
-
-
-def generating_with_other_routers(model, scale=0.02):
+def generating_with_other_routers(model):
     """While the model samples, its routers have other weights, as an engine in another precision would."""
-    routers = [module for module in model.modules() if type(module).__name__ == "Qwen3VLMoeTextTopKRouter"]
-    assert len(routers) == 3
+    weights = [router.weight for router in model.modules() if type(router).__name__ == "Qwen3VLMoeTextTopKRouter"]
+    assert len(weights) == 3
 
     def generate(original, *args, **kwargs):
-        kept = [router.weight.detach().clone() for router in routers]
-        noise = torch.Generator().manual_seed(0)
-        with torch.no_grad():
-            for router in routers:
-                router.weight += scale * torch.randn(router.weight.shape, generator=noise)
-            try:
-                return original(*args, **kwargs)
-            finally:
-                for router, weight in zip(routers, kept, strict=True):
-                    router.weight.copy_(weight)
+        kept, noise = [weight.data for weight in weights], torch.Generator().manual_seed(0)
+        for weight in weights:
+            weight.data = weight + 0.02 * torch.randn(weight.shape, generator=noise)
+        try:
+            return original(*args, **kwargs)
+        finally:
+            for weight, own in zip(weights, kept, strict=True):
+                weight.data = own
 
     return overridden(model, "generate", generate)
 
 
 def trained(folder, replay):
-    model = policy()
+    """On prompts of several lengths with one image or two, of several sizes; 8 by 8 pixels are a token."""
+    reads = processor()
+    image, video, start, _ = reads.tokenizer.convert_tokens_to_ids(TOKENS)
+    model = policy(len(reads.tokenizer), image=image, video=video, start=start)
+    asked = [[{"role": "user", "content": f"{'very ' * (i % 3)}many vowels {i}"}] for i in range(8)]
+    images = [[painted(i + j) for j in range(1 + i % 2)] for i in range(8)]
     chosen = {"max_steps": 2, "max_completion_length": 6, "gradient_checkpointing": False, "beta": 0.0}
-    trainer = GRPOTrainer(
-        model=model,
-        replay=replay,
-        train_dataset=Dataset.from_dict(conversations(8)),
-        args=config(folder, **chosen),
-        processing_class=processor(),
-        reward_funcs=letters,
-    )
+    given = {"prompts": asked, "columns": {"images": images}, "reward_funcs": told_apart}
+    trainer = make(folder, model=model, processing_class=reads, replay=replay, **given, **chosen)
     rollouts, take = [], trainer.routing.take
     trainer.routing.take = lambda rollout: (rollouts.append(rollout.trace), take(rollout))
     with generating_with_other_routers(model), watched(model) as batches:
@@ -121,10 +98,9 @@ def test_routes_of_images_are_replayed_in_updates_and_the_mismatch_falls(folder)
     for batch in (batch for batch in batches if batch.grad):
         for tokens, rows in batch.find(routes_of):
             part = rollout.select([routes_of[tokens]])
-            places = rows[part.token_ids_N == image]
-            executed = batch.ids_LRK()[:, places]
-            assert np.array_equal(executed, part.expert_ids_NLK[part.token_ids_N == image].swapaxes(0, 1))
-            num_compared += len(places)
+            here = part.token_ids_N == image
+            assert np.array_equal(batch.ids_LRK()[:, rows[here]], part.expert_ids_NLK[here].swapaxes(0, 1))
+            num_compared += here.sum()
     assert num_compared == is_image.sum()  # in two steps each sequence is used once
     assert set(logged(trainer, "mismatch/disagreement")) == {0.0}
     assert min(logged(trainer, "mismatch/native_disagreement")) > 0.01
@@ -134,6 +110,7 @@ def test_routes_of_images_are_replayed_in_updates_and_the_mismatch_falls(folder)
     assert k3 < native / 2, (k3, native)
 
 
+@pytest.mark.slow
 def test_an_update_on_another_image_is_refused(folder, monkeypatch):
     compute = GRPOTrainer._compute_loss
 

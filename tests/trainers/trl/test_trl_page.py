@@ -23,35 +23,6 @@ EXAMPLES = ROOT / "examples" / "trl"
 FENCE = re.compile(r"^```python\n(.*?)^```", re.MULTILINE | re.DOTALL)
 
 
-def agent_of(model):
-    """An agent of one turn, by an engine that is made before the trainer, as the page says."""
-    engine = EmbeddedEngine(model)
-
-    def run_agent(prompts, trainer):
-        engine.load_weights(trainer.model.state_dict(), trainer.state.global_step)
-        asked = [np.array(ids, np.int32) for ids in trainer._tokenize_prompts(prompts)[0]]
-        return engine.generate(asked, Sampling(8, 1), torch.Generator())
-
-    return run_agent
-
-
-def a_users_things():
-    new_model = policy(seed=2)
-    return {
-        "tokenizer": tokenizer(),
-        "reward": vowels,
-        "dataset": Dataset.from_dict({"prompt": PROMPTS}),
-        "settings": {**SETTINGS, "max_steps": 2},
-        "new_model": new_model,
-        "agent": agent(),
-        "chat_tokenizer": chat_tokenizer(),
-        "answers": answers,
-        "look_up": look_up,
-        "conversations": Dataset.from_dict({"prompt": CONVERSATIONS}),
-        "run_agent": agent_of(new_model),
-    }
-
-
 @grid("script", ["grpo_r3.py", "grpo_tools.py"], quick=0, day=1)
 def test_scripts_replay_every_turn(script, folder, monkeypatch):
     monkeypatch.setattr(sys, "argv", [script, folder])
@@ -73,8 +44,30 @@ def test_every_block_of_the_page_runs(tmp_path, monkeypatch):
     page = (ROOT / "docs" / "trl.md").read_text()
     blocks = [(page[: found.start(1)].count("\n"), found.group(1)) for found in FENCE.finditer(page)]
     assert len(blocks) == 4
-    namespace = {}
-    for number, (line, code) in enumerate(blocks):
-        exec(compile("\n" * line + code, "docs/trl.md", "exec"), namespace)
-        if number == 0:  # a whole file; what the others take is the reader's
-            namespace.update(a_users_things())
+    (line, code), *others = blocks
+    names = {}
+    exec(compile("\n" * line + code, "docs/trl.md", "exec"), names)  # a whole file
+    new_model = policy(seed=2)
+    engine = EmbeddedEngine(new_model)  # made before the trainer, as the page says
+
+    def run_agent(prompts, trainer):
+        """An agent of one turn."""
+        engine.load_weights(trainer.model.state_dict(), trainer.state.global_step)
+        asked = [np.array(ids, np.int32) for ids in trainer._tokenize_prompts(prompts)[0]]
+        return engine.generate(asked, Sampling(8, 1), torch.Generator())
+
+    names |= {
+        "tokenizer": tokenizer(),
+        "reward": vowels,
+        "dataset": Dataset.from_dict({"prompt": PROMPTS}),
+        "settings": {**SETTINGS, "max_steps": 2},
+        "new_model": new_model,
+        "agent": agent(),
+        "chat_tokenizer": chat_tokenizer(),
+        "answers": answers,
+        "look_up": look_up,
+        "conversations": Dataset.from_dict({"prompt": CONVERSATIONS}),
+        "run_agent": run_agent,
+    }
+    for line, code in others:
+        exec(compile("\n" * line + code, "docs/trl.md", "exec"), names)

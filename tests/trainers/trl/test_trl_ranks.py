@@ -60,6 +60,7 @@ FSDP2 = {
 
 
 def train(rank, folder):
+    """What a process did in each run, and what it logs and saw without replay."""
     as_torchrun_does(rank)
     begin = AcceleratorState.__init__
 
@@ -71,49 +72,34 @@ def train(rank, folder):
 
     # accelerate leaves FSDP out where there are CPUs alone
     with patch.object(AcceleratorState, "__init__", as_on_a_gpu):
-        return train_all(rank, folder) | measure(rank, folder)
-
-
-def train_all(rank, folder):
-    results = {}
-    for name, settings in RUNS.items():
-        settings = {"optim": "sgd", "learning_rate": 0.1, "max_steps": 2, "reward_funcs": told_apart, **settings}
-        forget_runs()
-        if settings.pop("fsdp", False):
-            os.environ.update(FSDP2)
-        model, drawn = policy(), Drawn(rank, skew=0.5)
-        if implementation := settings.pop("implementation", None):
-            spread = DistributedConfig(fsdp_size=2, ep_size=2, ep_implementation=implementation)
-            model = Qwen3MoeForCausalLM.from_pretrained(folder, dtype=torch.float32, distributed_config=spread)
-        settings |= {"model": model, "rollout_func": settings.pop("source", lambda drawn=drawn: drawn)()}
-        trainer = make(f"{folder}/{name}", **settings)
-        dropped = patch.object(StackedReplicas, "add_returned", lambda self, returned, grads: list(grads))
-        with dropped if name == "gradients dropped" else nullcontext(), watched(model) as batches:
-            trainer.train()
-        results[name] = {
-            "logs": trainer.state.log_history[: trainer.state.global_step],
-            "followed": [follows(batch, drawn.routes) for batch in batches if batch.grad and drawn.routes],
-            "weights": torch.cat([whole(each).detach().flatten() for each in model.parameters()]),
-            "sharded": sum(hasattr(each, "full_tensor") for each in model.parameters()),
-        }
-    forget_runs()
-    return results
-
-
-def forget_runs():
-    """What accelerate keeps in a process of the ones before."""
-    for variable in FSDP2:
-        os.environ.pop(variable, None)
-    AcceleratorState._reset_state(reset_partial_state=True)
-
-
-def measure(rank, folder):
-    """What a process logs and saw without replay."""
+        results = {name: run(rank, folder, name, **settings) for name, settings in RUNS.items()}
+    AcceleratorState._reset_state(reset_partial_state=True)  # of runs before
     model = policy()
     book = Book(model, seed=rank)
     trainer = make(f"{folder}/none", model=model, rollout_func=book, max_steps=1, replay="none")
     trainer.train()
-    return {"measured": trainer.state.log_history[0], "log_r": log_ratios(book), "cells": differing_cells(book)}
+    measured = {"measured": trainer.state.log_history[0], "log_r": log_ratios(book), "cells": differing_cells(book)}
+    return results | measured
+
+
+def run(rank, folder, name, *, fsdp=False, implementation=None, source=None, **settings):
+    AcceleratorState._reset_state(reset_partial_state=True)  # of runs before
+    model, drawn = policy(), Drawn(rank, skew=0.5)
+    if implementation:
+        spread = DistributedConfig(fsdp_size=2, ep_size=2, ep_implementation=implementation)
+        model = Qwen3MoeForCausalLM.from_pretrained(folder, dtype=torch.float32, distributed_config=spread)
+    settings = {"optim": "sgd", "learning_rate": 0.1, "max_steps": 2, "reward_funcs": told_apart, **settings}
+    dropped = patch.object(StackedReplicas, "add_returned", lambda self, returned, grads: list(grads))
+    with patch.dict(os.environ, FSDP2 if fsdp else {}), dropped if name == "gradients dropped" else nullcontext():
+        trainer = make(f"{folder}/{name}", model=model, rollout_func=source() if source else drawn, **settings)
+        with watched(model) as batches:
+            trainer.train()
+    return {
+        "logs": trainer.state.log_history[: trainer.state.global_step],
+        "followed": [follows(batch, drawn.routes) for batch in batches if batch.grad and drawn.routes],
+        "weights": torch.cat([whole(each).detach().flatten() for each in model.parameters()]),
+        "sharded": sum(hasattr(each, "full_tensor") for each in model.parameters()),
+    }
 
 
 @pytest.fixture(scope="module")
@@ -124,7 +110,6 @@ def processes():
 
 @pytest.fixture(scope="module")
 def results(processes, tmp_path_factory):
-    """By rank."""
     folder = tmp_path_factory.mktemp("ranks")
     policy().save_pretrained(folder)
     return processes.run(train, str(folder))
@@ -192,7 +177,7 @@ dataset, tokenizer = Dataset.from_dict({"prompt": [f"many vowels {n}: " for n in
 def run_page(rank, folder, blocks):
     """What a process of torchrun prints, in the group that is there."""
     as_torchrun_does(rank)
-    forget_runs()
+    AcceleratorState._reset_state(reset_partial_state=True)  # of runs before
     page = {"__name__": "__main__"}
     with redirect_stdout(io.StringIO()) as printed, chdir(folder), patch.object(dist, "init_process_group") as begun:
         for block in [READERS, *blocks]:
@@ -234,13 +219,16 @@ class Noting(PlannedWindows):
 def steps_of(num_iterations, accumulated, *, failing=None):
     """The windows of twelve training steps, generations of four micro-batches; one step may raise."""
     trainer = SimpleNamespace(
-        args=SimpleNamespace(steps_per_generation=4), num_iterations=num_iterations, accelerator=SimpleNamespace()
+        args=SimpleNamespace(steps_per_generation=4),
+        num_iterations=num_iterations,
+        accelerator=SimpleNamespace(),
+        current_gradient_accumulation_steps=accumulated,
+        _buffered_inputs=[f"micro-batch {n}" for n in range(4)],
     )
-    trainer.current_gradient_accumulation_steps = accumulated
     windows = Noting(trainer, SimpleNamespace(home_LE=np.array([[0, 1]])), TOPOLOGY)
     windows.noted = []
     for step in range(12):
-        trainer._step, trainer._buffered_inputs = step, [f"micro-batch {n}" for n in range(4)]
+        trainer._step = step
         trainer.accelerator.sync_gradients = (step + 1) % accumulated == 0
         with nullcontext() if step != failing else pytest.raises(RuntimeError), windows.micro_step():
             windows.begin(str)

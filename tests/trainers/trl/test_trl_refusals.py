@@ -1,8 +1,8 @@
-"""Replay that would be wrong, or would not happen, ends in one clear error."""
+"""Replay that would be wrong, or would not happen, ends in one clear error, and the sentinel sees what is mixed up."""
 
-from functools import partial
+import copy
+from dataclasses import replace
 from types import SimpleNamespace
-from unittest.mock import patch
 
 import numpy as np
 import pytest
@@ -13,13 +13,23 @@ from peft import PromptTuningConfig
 from examples.trl.tiny import look_up, policy
 from foreroute.costs import hardware_preset
 from foreroute.engines.embedded import EmbeddedEngine
-from foreroute.errors import AttachError, BatchMismatchError, CaptureError, ConfigError, ReplayError, StaleTraceError
+from foreroute.errors import (
+    AttachError,
+    BatchMismatchError,
+    CaptureError,
+    ConfigError,
+    EngineError,
+    ReplayError,
+    StaleTraceError,
+)
+from foreroute.mismatch import LooksLike, Sentinel, Suspicion
 from foreroute.trainers.trl import GRPOTrainer, RoutingReplay, rollout_with
+from foreroute.trainers.trl.controller import TrainerPassController
 from foreroute.trainers.trl.rollout import ROWS
 from foreroute.trainers.trl.settings import require_supported
 from tests.tiers import grid
 from tests.trainers.trl.routes_book import Book
-from tests.trainers.trl.trl_runs import make
+from tests.trainers.trl.trl_runs import logged, make
 
 TOPOLOGY = hardware_preset("h100").topology(num_ranks=2, redundant_slots=2)
 PROMPT_TUNING = PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=2)
@@ -50,22 +60,17 @@ def returned(change):
     return lambda model: Book(model, change=change)
 
 
-def running(change):
-    """A trainer whose passes over a batch run other forwards than those of its slices."""
+def running(*parts):
+    """A trainer whose passes over a batch run these parts of it, one after the other."""
 
-    class Changed(GRPOTrainer):
-        def _get_per_token_logps_and_entropies(self, *args, **options):
-            run, is_pass = self.routing.run_pass, self.routing._now is not None
-            changed = lambda compute, *args: run(partial(change, compute) if is_pass else compute, *args)  # noqa: E731
-            with patch.object(self.routing, "run_pass", changed):
-                return super()._get_per_token_logps_and_entropies(*args, **options)
+    class Changed(trl.GRPOTrainer):
+        def _get_per_token_logps_and_entropies(self, model, ids, mask, *others, **options):
+            run, is_pass = super()._get_per_token_logps_and_entropies, self.routing._now is not None
+            for part in parts if is_pass else [slice(None)]:
+                result = run(model, ids[part], mask[part], *others, **options)
+            return result
 
-    return Changed
-
-
-def first_two(compute):
-    model, ids, mask, *others = compute.args
-    return compute.func(model, ids[:2], mask[:2], *others, **compute.keywords)
+    return type("Replaying", (RoutingReplay, Changed), {})
 
 
 def stale(model):
@@ -75,8 +80,22 @@ def stale(model):
     return rollout_with(engine)
 
 
-def sampled(model):
-    return rollout_with(EmbeddedEngine(model))
+def garbled(model):
+    """Samples by an engine whose weights a sync garbles."""
+    engine = EmbeddedEngine(model, "float32")
+    generate = engine.generate
+
+    def of_other_weights(*args):
+        head = engine._model.lm_head.weight.data
+        head.copy_(40 * head.roll(1, 0))
+        return generate(*args)
+
+    engine.generate = of_other_weights
+    return rollout_with(engine)
+
+
+def sampled(model, *precision):
+    return rollout_with(EmbeddedEngine(model, *precision))
 
 
 REFUSED = {
@@ -89,20 +108,17 @@ REFUSED = {
     "no numbers": ({"kind": bringing(lambda rows: None)}, ReplayError, "foreroute_rows"),
     "other sequence": ({"kind": bringing(lambda rows: rows.flip(0))}, BatchMismatchError, r"the sequences \[1, 0\] of"),
     "rollout before": ({"kind": bringing(lambda rows: rows - torch.tensor([1, 0]))}, ReplayError, r"rollouts \[0\]"),
-    "forwards left out": ({"kind": running(first_two)}, ReplayError, "1 forwards of a batch of 4 slices"),
-    "forwards twice": ({"kind": running(lambda run: (run(), run()))}, ReplayError, "more forwards .* its 4 slices"),
+    "forwards left out": ({"kind": running(slice(2))}, ReplayError, "1 forwards of a batch of 4 slices"),
+    "forwards twice": ({"kind": running(slice(None), slice(None))}, ReplayError, "more forwards .* its 4 slices"),
     "late": ({"source": returned(lambda routes: [np.roll(each, 1, 0) for each in routes])}, ReplayError, "shift"),
     "zeros": ({"source": returned(lambda routes: list(map(np.zeros_like, routes)))}, CaptureError, "sequence 0"),
+    "garbled": ({"source": garbled, "sentinel": "stop", "num_iterations": 2}, EngineError, r"Weights.*arrive"),
     "other weights": ({"source": stale}, StaleTraceError, r"versions \[7\].*rollout.*0"),
-    "penalty": (
-        {"source": sampled, "replay": "none", "repetition_penalty": 1.1},
-        ConfigError,
-        "repetition_penalty is",
-    ),
+    "penalty": ({"source": sampled, "replay": "none", "repetition_penalty": 1.1}, ConfigError, "repetition_penalty is"),
 }
 
 
-@grid("name", REFUSED, quick=3)
+@grid("name", REFUSED, quick=2)
 def test_what_is_not_replayed_or_wrong_ends_the_run(name, folder):
     settings, error, message = REFUSED[name]
     settings, model = dict(settings), policy()
@@ -120,11 +136,6 @@ def test_a_trainer_that_is_not_trls_and_a_release_without_a_hook_are_named(folde
         make(folder)
 
 
-def processes(number, fsdp_version=2):
-    plugin = SimpleNamespace(fsdp_version=fsdp_version)
-    return SimpleNamespace(num_processes=number, state=SimpleNamespace(fsdp_plugin=plugin))
-
-
 @pytest.mark.shows("TRL", "FSDP1", refused="`accelerate` runs it on GPUs alone, where nobody tested it")
 @pytest.mark.shows(
     "TRL",
@@ -132,32 +143,92 @@ def processes(number, fsdp_version=2):
     refused="TRL samples those turns, or deals them out, otherwise",
 )
 @pytest.mark.parametrize(
-    ("changes", "message"),
+    ("number", "fsdp_version", "own", "message"),
     [
-        ({"accelerator": processes(1, fsdp_version=1)}, "fsdp_version: 2"),
-        (
-            {"accelerator": processes(2), "use_vllm": True, "vllm_mode": "server", "tools": [look_up]},
-            "in equal shares",
-        ),
+        (1, 1, {}, "fsdp_version: 2"),
+        (2, 2, {"use_vllm": True, "vllm_mode": "server", "tools": [look_up]}, "in equal shares"),
     ],
 )
-def test_what_was_never_tested_is_refused(changes, message, folder, monkeypatch):
+def test_what_was_never_tested_is_refused(number, fsdp_version, own, message, folder):
     """test_trl_same.py has tools with a `rollout_func`."""
     trainer = make(folder)
-    monkeypatch.setattr(trainer, "accelerator", processes(1))
+    plugin = SimpleNamespace(fsdp_version=2)
+    trainer.accelerator = SimpleNamespace(num_processes=1, state=SimpleNamespace(fsdp_plugin=plugin))
     require_supported(trainer, "R3")
-    for setting, value in changes.items():
-        monkeypatch.setattr(trainer, setting, value)
+    trainer.accelerator.num_processes, plugin.fsdp_version = number, fsdp_version
+    vars(trainer).update(own)
     with pytest.raises(ConfigError, match=message):
         require_supported(trainer, "R3")
 
 
-OF_ANOTHER_SEQUENCE = bringing(lambda rows: torch.flip(rows, [0]))
-
-
 def test_routes_of_other_tokens_are_not_compared_either_and_end_no_run(folder, caplog):
-    trainer = make(folder, kind=OF_ANOTHER_SEQUENCE, replay="none", max_steps=1, **NO_OLD_PASS)
+    trainer = make(folder, kind=bringing(lambda rows: rows.flip(0)), replay="none", max_steps=1, **NO_OLD_PASS)
     trainer.train()
     (said,) = [record.getMessage() for record in caplog.records if record.name.startswith("foreroute")]
     assert "2 forwards ran on other tokens than the routes of the rollout" in said
     assert not any(name.startswith("mismatch/") for entry in trainer.state.log_history for name in entry)
+
+
+ONCE = {"num_iterations": 1, "steps_per_generation": 2, "gradient_accumulation_steps": 2, "max_steps": 2}
+"""Each rollout serves one update, so that TRL has no old pass."""
+TWICE = {"num_iterations": 2, "steps_per_generation": 2, "gradient_accumulation_steps": 2, "max_steps": 3}
+"""Each rollout serves two updates."""
+
+
+@pytest.fixture
+def mixed_up(monkeypatch):
+    """Rows of every rollout but the first stand at other places."""
+    take = TrainerPassController.take
+
+    def spoilt(routing, rollout):
+        if routing._num_rollouts:
+            rows = np.flatnonzero(rollout.trace.valid_N)
+            ids = rollout.trace.expert_ids_NLK.copy()
+            ids[rows] = ids[np.random.default_rng(0).permutation(rows)]
+            rollout.trace = replace(rollout.trace, expert_ids_NLK=ids)
+        take(routing, rollout)
+
+    monkeypatch.setattr(TrainerPassController, "take", spoilt)
+
+
+def trainer(folder, **settings):
+    model = policy()
+    return make(folder, model=model, rollout_func=sampled(model, "float32"), **settings)
+
+
+@pytest.mark.slow
+def test_a_rollout_that_is_mixed_up_is_in_the_log_of_its_step_or_ends_the_run_before_it(folder, mixed_up, caplog):
+    caplog.set_level("WARNING")
+    for passes in (TWICE, ONCE):  # with an old pass and without
+        caplog.clear()
+        run = trainer(folder, **passes)
+        run.train()
+        seen = logged(run, "sentinel/suspicions")
+        assert (seen[0], sum(seen)) == (0, 1)
+        [line] = [record.message for record in caplog.records if record.message.startswith("The sentinel:")]
+        assert "pick other experts" in line
+    run = trainer(folder, sentinel="stop", **TWICE)
+    with pytest.raises(BatchMismatchError, match=r"rollout 2 .*wrong"):
+        run.train()
+    assert run.state.global_step == 2  # those of the first rollout
+
+
+@pytest.mark.slow
+def test_dropped_tokens_are_those_behind_the_first_wrong_row(folder, monkeypatch, caplog):
+    def judge(sentinel, counts):
+        since = int(counts.lengths_S[1]) - 4
+        return [Suspicion(LooksLike.STALE_ROWS, "planted", 1.0, 0.1, 1e-9, sequence=1, since=since, num_rows=3)]
+
+    monkeypatch.setattr(Sentinel, "judge", judge)
+    run = trainer(folder, sentinel="drop", **TWICE | {"max_steps": 1})
+    outputs, end = [], run.routing.end_generation
+    run.routing.end_generation = lambda old, output: (end(old, output), outputs.append(copy.copy(output)))
+    run.train()
+    [output] = outputs
+    assert "tokens of 1 sequences leave the loss" in caplog.text
+    completions, prompts = output["completion_mask"].sum(1), output["prompt_mask"].sum(1)
+    since = int(prompts[1] + completions[1]) - 4
+    dropped = (output["completion_mask"] * (1 - output["tool_mask"])).bool()
+    assert dropped.any(1).nonzero().flatten().tolist() == [1]
+    positions = prompts[1] + torch.nonzero(dropped[1]).flatten()
+    assert positions.tolist() == list(range(since + 1, since + 4))

@@ -1,6 +1,7 @@
 """What replay leaves alone is bit for bit TRL's own."""
 
 import re
+from functools import partial
 
 import pytest
 import torch
@@ -25,25 +26,23 @@ CUTS = {"temperature": 0.7, "top_p": 0.8, "top_k": 40, "min_p": 0.01, "repetitio
 REFERENCE = {"beta": 0.1, "sync_ref_model": True, "ref_model_sync_steps": 1, "use_bias_correction_kl": False}
 LORAS = {"peft_config": LORA, "beta": 0.1}
 AUTOCAST = {"bf16": True, "cast_lm_head_to_fp32": True}
-OPTIONS = {
-    "defaults": {},
+BY_DAY = {
     "one-update": {"num_iterations": 1, "steps_per_generation": 2, "loss_type": "grpo"},
     "tools": {"run": tools_runs.trained, "model": agent},
     "grpo, reference": {"loss_type": "grpo", "scale_rewards": "batch", "num_iterations": 3} | REFERENCE | TWO_REWARDS,
-    "bnpo": {"loss_type": "bnpo", "delta": 1.5, "epsilon_high": 0.3, "gradient_checkpointing": False},
     "dr_grpo, lora": {"loss_type": "dr_grpo", "scale_rewards": "none", "off_policy_mask_threshold": 1e-3}
     | LORAS
     | CUTS,
+    "environment": {"run": tools_runs.trained, "model": agent, "tools": (), "environment_factory": tools_runs.Counter},
+}
+BY_NIGHT = {
+    # they differ in what TRL alone computes
+    "bnpo": {"loss_type": "bnpo", "delta": 1.5, "epsilon_high": 0.3, "gradient_checkpointing": False},
     "cispo": {"loss_type": "cispo", "epsilon_high": 5.0, "top_entropy_quantile": 0.5},
     "sapo": {"loss_type": "sapo", "mask_truncated_completions": True, "model": agent, "max_completion_length": 40},
     "luspo": {"loss_type": "luspo", "importance_sampling_level": "sequence"} | AUTOCAST,
     "vespo": {"loss_type": "vespo", **NO_AUXILIARY},
-    "environment": {"run": tools_runs.trained, "model": agent, "tools": (), "environment_factory": tools_runs.Counter},
 }
-
-BY_DAY = ("one-update", "tools", "grpo, reference", "dr_grpo, lora", "environment")
-BY_NIGHT = ("bnpo", "cispo", "sapo", "luspo", "vespo")
-"""They differ in what TRL alone computes."""
 
 
 def run_of(folder, *, run=trained, kind=trl.GRPOTrainer, model=None, rollout_func=None, **settings):
@@ -76,14 +75,14 @@ def require_same(folder, **settings):
 @pytest.mark.parametrize(
     "options",
     [
-        "defaults",
-        *(pytest.param(name, marks=pytest.mark.slow) for name in OPTIONS if name in BY_DAY),
-        *(pytest.param(name, marks=pytest.mark.exhaustive) for name in OPTIONS if name in BY_NIGHT),
+        pytest.param({}, id="defaults"),
+        *(pytest.param(each, id=name, marks=pytest.mark.slow) for name, each in BY_DAY.items()),
+        *(pytest.param(each, id=name, marks=pytest.mark.exhaustive) for name, each in BY_NIGHT.items()),
     ],
 )
 def test_without_replay_training_is_trls_own_to_the_last_bit(options, folder, caplog):
     """Capture takes no random number and changes no score."""
-    watched = require_same(folder, **OPTIONS[options])
+    watched = require_same(folder, **options)
     assert logged(watched, "mismatch/k3")
     assert not [record for record in caplog.records if record.name.startswith("foreroute")]
 
@@ -102,10 +101,7 @@ def engaged(model):
 
 
 UNMEASURED = {
-    "no-routes": (
-        {"rollout_func": lambda model: Book(model, change=lambda routes: None)},
-        "no 'routed_experts' for 8 sequences",
-    ),
+    "no-routes": ({"rollout_func": partial(Book, change=lambda routes: None)}, "no 'routed_experts' for 8 sequences"),
     "beams": ({"generation_kwargs": {"num_beams": 2}}, "num_beams is 2"),
     "own-loss": ({"kind": OwnLoss, "num_iterations": 1, "steps_per_generation": 2}, "computed a loss without"),
     "continuous-batching": (

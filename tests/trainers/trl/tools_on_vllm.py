@@ -20,11 +20,16 @@ os.environ.update(
 )
 
 
-def stand_in(dtype: str) -> None:
+def main(folder: str, replay: str, dtype: str) -> None:
+    import torch
     from trl.generation import vllm_generation
 
+    from examples.trl.tiny import agent, chat_tokenizer
     from foreroute.engines.inside_vllm import WorkerExtension
+    from tests.trainers.trl.tools_runs import make, sequences_of
+    from tests.trainers.trl.trl_runs import logged
 
+    torch.set_num_threads(1)
     start = vllm_generation.LLM
     vllm_generation.LLM = lambda **options: start(**{**options, "enforce_eager": True, "dtype": dtype})
 
@@ -36,17 +41,6 @@ def stand_in(dtype: str) -> None:
         self.llm.reset_prefix_cache()
 
     vllm_generation.VLLMGeneration.sync_weights = sync_weights
-
-
-def main(folder: str, replay: str, dtype: str) -> None:
-    import torch
-
-    torch.set_num_threads(1)
-    stand_in(dtype)
-    from examples.trl.tiny import agent, chat_tokenizer
-    from tests.trainers.trl.tools_runs import make, sequences_of
-    from tests.trainers.trl.trl_runs import logged
-
     agent().save_pretrained(folder)
     chat_tokenizer().save_pretrained(folder)
     model = type(agent()).from_pretrained(folder, dtype=torch.float32)

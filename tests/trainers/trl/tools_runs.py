@@ -52,9 +52,6 @@ class Counter:
 
         Args:
             text: any.
-
-        Returns:
-            How often it was called.
         """
         self.calls += 1
         return f"{self.calls}"
@@ -92,8 +89,9 @@ def oracle(model, sequences, routes_of):
     model.set_experts_implementation("eager")  # grouped matrix products have no float64
     total = 0.0
     for tokens, sampled, advantage in sequences:
-        for layer, block in enumerate(model.model.layers):
-            block.mlp.gate.forward = forced(block.mlp.gate, torch.from_numpy(routes_of(tokens)[:, layer]))
+        routes = torch.from_numpy(routes_of(tokens)[: len(tokens) - 1])
+        for block, ids in zip(model.model.layers, routes.unbind(1), strict=True):
+            block.mlp.gate.forward = forced(block.mlp.gate, ids)
         logits = model(input_ids=torch.tensor([tokens[:-1]]), use_cache=False).logits[0]
         logprobs = logits.log_softmax(-1).gather(-1, torch.tensor(tokens[1:])[:, None])[:, 0]
         total = total - advantage * logprobs[torch.from_numpy(sampled[1:])].sum()

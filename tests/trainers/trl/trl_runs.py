@@ -45,26 +45,15 @@ def as_torchrun_does(rank):
     os.environ |= {name: str(value) for name, value in environment.items()}
 
 
-def config(folder, **settings):
-    return GRPOConfig(output_dir=folder, **{**SETTINGS, **settings})
-
-
-OF_TRAINER = (
-    *("replay", "topology", "sentinel", "rollout_func", "peft_config"),
-    *("tools", "environment_factory", "processing_class", "reward_funcs"),
-)
-"""Settings that go to a trainer itself, and not to its configuration."""
-
-
-def make(folder, *, kind=GRPOTrainer, model=None, prompts=PROMPTS, **settings):
-    """A trainer of this kind on these prompts; settings are its own and those of its configuration."""
-    given = Dataset.from_dict({"prompt": prompts})
-    own = {name: settings.pop(name) for name in OF_TRAINER if name in settings}
+def make(folder, *, kind=GRPOTrainer, model=None, prompts=PROMPTS, columns=(), **settings):
+    """A trainer of this kind on these prompts, with more columns; settings are its own and of its configuration."""
+    given = Dataset.from_dict({"prompt": prompts, **dict(columns)})
+    own = {name: settings.pop(name) for name in [*settings] if name not in GRPOConfig.__dataclass_fields__}
     return kind(
         model=model or policy(),
         train_dataset=given,
         eval_dataset=given.select(range(4)),
-        args=config(folder, **settings),
+        args=GRPOConfig(folder, **SETTINGS | settings),
         **{"processing_class": tokenizer(), "reward_funcs": vowels, **own},
     )
 

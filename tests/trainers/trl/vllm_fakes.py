@@ -24,9 +24,6 @@ COLOCATE = {"use_vllm": True, "vllm_mode": "colocate"}
 SERVER = {"use_vllm": True, "vllm_mode": "server", "vllm_server_base_url": "http://localhost:1"}
 """What each mode is asked for with."""
 
-ASKS_VLLM = hasattr(VLLMClient, "_post")
-"""Whether TRL's client asks vLLM's server, as from 1.11 on."""
-
 
 class Sampler:
     """What both modes share: weights in, sequences out."""
@@ -48,13 +45,13 @@ class Sampler:
         prompts = [np.array(prompt, np.int32) for prompt in prompts]
         generation = self._engine.generate(prompts, sampling, self._generator)
         logprobs = np.split(generation.logprobs_R, np.cumsum(generation.response_lengths)[:-1])
-        traces = [generation.trace.select([s]) for s in range(len(generation))]
-        routes = [trace.expert_ids_NLK[trace.valid_N] for trace in traces]
-        sets = [None if SAMPLING not in trace.streams else sets_of(trace.streams[SAMPLING]) for trace in traces]
-        return [
-            (prompts[s // count].tolist(), generation.response(s).tolist(), logprobs[s].tolist(), routes[s], sets[s])
-            for s in range(len(generation))
-        ]
+        found, traces = [], [generation.trace.select([s]) for s in range(len(generation))]
+        for s, trace in enumerate(traces):
+            sets = sets_of(trace.streams[SAMPLING]) if SAMPLING in trace.streams else None
+            routes = trace.expert_ids_NLK[trace.valid_N]
+            response = generation.response(s).tolist()
+            found.append((prompts[s // count].tolist(), response, logprobs[s].tolist(), routes, sets))
+        return found
 
 
 def sets_of(masks):
@@ -70,7 +67,7 @@ def colocated(monkeypatch):
             self._returns_masks = return_sampling_mask
             self._returns_routes = enable_return_routed_experts
             self._sampler = Sampler()
-            runner = SimpleNamespace(model=SimpleNamespace(load_weights=self._sampler.load_weights))
+            runner = SimpleNamespace(model=self._sampler)
             executor = SimpleNamespace(driver_worker=SimpleNamespace(model_runner=runner))
             lengths = SimpleNamespace(max_model_len=256)
             self.llm_engine = SimpleNamespace(model_executor=executor, model_config=lengths)
@@ -80,21 +77,15 @@ def colocated(monkeypatch):
 
         def generate(self, prompts, *, sampling_params, use_tqdm):
             ids = [prompt["prompt_token_ids"] for prompt in prompts]
-            params = sampling_params
-            if self._returns_masks and not (params.temperature > 0 and params.top_k > 0):
+            if self._returns_masks and not (sampling_params.temperature > 0 and sampling_params.top_k > 0):
                 raise ValueError("sampling distribution replay requires temperature > 0 and top_k > 0")
-            wanted = {"count": 1, "max_tokens": params.max_tokens, "temperature": params.temperature}
-            wanted |= {"top_p": params.top_p, "top_k": params.top_k, "min_p": params.min_p}
-            return [
-                request_output(
-                    prompt,
-                    response,
-                    routes if self._returns_routes else None,
-                    logprobs=logprobs,
-                    sets=sets if self._returns_masks else None,
-                )
-                for prompt, response, logprobs, routes, sets in self._sampler.sample(ids, **wanted)
-            ]
+            names = ("max_tokens", "temperature", "top_p", "top_k", "min_p")
+            wanted = {name: getattr(sampling_params, name) for name in names}
+            answers = []
+            for prompt, response, logprobs, routes, sets in self._sampler.sample(ids, count=1, **wanted):
+                routes, sets = routes if self._returns_routes else None, sets if self._returns_masks else None
+                answers.append(request_output(prompt, response, routes, logprobs=logprobs, sets=sets))
+            return answers
 
     monkeypatch.setattr(vllm_generation, "is_vllm_available", lambda: True)
     monkeypatch.setattr(vllm_generation, "LLM", LLM, raising=False)
@@ -103,7 +94,6 @@ def colocated(monkeypatch):
         # TRL sets them for vLLM, and the next trainer would take them for torchrun's: undoing this takes them away
         monkeypatch.setenv(name, "")
         monkeypatch.delenv(name)
-    return LLM
 
 
 def served(monkeypatch, *, returns_routes=True):
@@ -111,13 +101,12 @@ def served(monkeypatch, *, returns_routes=True):
 
     class Client(VLLMClient):
         def __init__(self, base_url=None, group_port=0, connection_timeout=0.0):
-            if not ASKS_VLLM:
+            if not hasattr(VLLMClient, "_post"):  # before TRL 1.11
                 pytest.skip("this TRL asks a server of its own")
             self.base_url, self.model = base_url, "tiny"
             self._sampler = Sampler()
 
-        def init_communicator(self, device):
-            pass
+        init_communicator = reset_prefix_cache = lambda self, **_: None
 
         def get_server_info(self):
             return {"model_config": {"logprobs_mode": "processed_logprobs"}}
@@ -125,15 +114,10 @@ def served(monkeypatch, *, returns_routes=True):
         def update_named_params(self, metadata, named):
             self._sampler.load_weights(named)
 
-        def reset_prefix_cache(self):
-            pass
-
-        def _post(self, url, *, json):
+        def _post(self, url, **given):
             assert url.endswith("/v1/completions")
-            assert json["return_token_ids"]
-            return self._answer(json)
-
-        def _answer(self, body):
+            body = given["json"]
+            assert body["return_token_ids"]
             sampled = self._sampler.sample(
                 body["prompt"], count=body["n"], max_tokens=body["max_tokens"], temperature=body["temperature"]
             )
@@ -145,4 +129,3 @@ def served(monkeypatch, *, returns_routes=True):
 
     monkeypatch.setattr(vllm_generation, "is_vllm_available", lambda: True)
     monkeypatch.setattr(vllm_generation, "VLLMClient", Client)
-    return Client

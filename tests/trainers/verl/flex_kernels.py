@@ -7,7 +7,6 @@ rows that a budget has no room for, and rows that travel. Megatron's own functio
 import importlib
 import sys
 from collections import Counter
-from functools import wraps
 from types import ModuleType, SimpleNamespace
 from unittest import mock
 
@@ -63,26 +62,16 @@ def in_float32(weights):
     return weights.to(torch.float32)
 
 
-def kernel(method):
-    """No operators of torch, to whoever counts those."""
-
-    @wraps(method)
-    def launched(*args, **named):
-        with _disable_current_modes():
-            return method(*args, **named)
-
-    return launched
+kernel = _disable_current_modes()
+"""Of a method: it is no operators of torch, to whoever counts those."""
 
 
 class Buffer:
-    """DeepEP's."""
-
-    rdma_ranks = 1
-    """Nodes."""
+    """DeepEP's, of one node."""
 
     def __init__(self, group, num_nvl_bytes, num_rdma_bytes):
         self.group, self.num_nvl_bytes, self.num_rdma_bytes = group, num_nvl_bytes, num_rdma_bytes
-        self.runtime = SimpleNamespace(get_num_rdma_ranks=lambda: self.rdma_ranks)
+        self.runtime = SimpleNamespace(get_num_rdma_ranks=lambda: 1)
 
     @staticmethod
     def get_dispatch_config(num_ranks):
@@ -124,7 +113,6 @@ class Buffer:
             way, num_rows = handle
             return filled_up(way.send(x), num_rows, torch.nan), None, None, None, None, Event()
         topk_weights = in_float32(topk_weights)
-        assert not num_worst_tokens or self.rdma_ranks == 1, "between nodes there are no budgets"
         assert topk_weights.is_contiguous()
         assert topk_weights.shape == topk_idx.shape
         num_local = len(num_tokens_per_expert) // self.group.size()
@@ -234,14 +222,9 @@ class HybridEPBuffer:
         return way.bring_back(rows), probs_NGP.flatten(1)
 
 
-class Event:
+def Event(*_):
     """Of a stream."""
-
-    def __init__(self, *_):
-        pass
-
-    def current_stream_wait(self):
-        pass
+    return SimpleNamespace(current_stream_wait=lambda: None)
 
 
 make_manager, zeros = token_dispatcher._HybridEPManager.__init__, torch.zeros

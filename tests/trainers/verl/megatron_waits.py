@@ -1,7 +1,6 @@
 """Counts the waits of the host in updates of verl's Megatron passes, on a schedule without a pipeline."""
 
 from contextlib import contextmanager
-from functools import partial
 from types import SimpleNamespace
 from unittest import mock
 
@@ -18,48 +17,44 @@ from foreroute.trainers.verl import megatron
 from foreroute.trainers.verl.megatron import MegatronPasses, transformer_impl
 from tests.adapters.megatron.model_chunks import VOCABULARY
 from tests.adapters.megatron.one_rank import model as one_rank_model
-from tests.trainers.verl.waits import EACH, WIDTH, There, counting, waits_of_updates
+from tests.trainers.verl.test_verl_host_waits import EACH, WIDTH, There, counting, waits_of_updates
 
 
 def count():
     built = one_rank_model(layers=3, moe_layer_freq=[0, 1, 1])
     config = SimpleNamespace(use_remove_padding=False, pad_bshd_to_minibatch_max=False)
     engine = SimpleNamespace(module=[built], engine_config=config, get_data_parallel_group=lambda: None)
-    passes = MegatronPasses(engine, "R3")
+    passes, changed, left = MegatronPasses(engine, "R3"), {}, []
+    schedule = lambda **given: one_after_the_other(**given | changed)  # noqa: E731
+
+    @contextmanager
+    def executing(shards, stage, **options):
+        """Ranks that execute a plan tell one another at its end what they did; an error ends it on a rank alone."""
+        yield None
+        left.append("with others")
+
     with (
         counting(megatron) as device,
         mock.patch.object(torch.cuda, "current_device", return_value=DEVICE),
-        mock.patch.object(transformer_impl, "get_forward_backward_func", return_value=one_after_the_other),
+        mock.patch.object(transformer_impl, "get_forward_backward_func", return_value=schedule),
     ):
         there = Engine(device, passes, built.to(DEVICE))
         there.run(forward_only=False)  # what Megatron keeps is made
         waits = waits_of_updates(there, plain=lambda: there.run(forward_only=False))
-        others = lambda **given: one_after_the_other(**given | {"data_iterator": iter(there.micro_batches)})  # noqa: E731
-        with (
-            mock.patch.object(transformer_impl, "get_forward_backward_func", return_value=others),
-            pytest.raises(ReplayError, match=r"another micro-batch.*split"),
-        ):
+        changed["data_iterator"] = iter(there.micro_batches)
+        with pytest.raises(ReplayError, match=r"another micro-batch.*split"):
             there.update()
-        left = []
-        fewer = lambda **given: one_after_the_other(**given | {"num_microbatches": 3})  # noqa: E731
-        with (
-            mock.patch.object(transformer_impl, "get_forward_backward_func", return_value=fewer),
-            mock.patch.object(passes, "_planned", SimpleNamespace(executing=partial(executing, left))),
-            pytest.raises(ReplayError, match="ran 3 forwards of 4 micro-batches"),
-        ):
+        del changed["data_iterator"]
+        planned = mock.patch.object(passes, "_planned", SimpleNamespace(executing=executing))
+        changed["num_microbatches"] = 3
+        with planned, pytest.raises(ReplayError, match="ran 3 forwards of 4 micro-batches"):
             there.update()
         assert left == ["with others"], "this rank kept the others waiting"
+        changed.clear()
         there.micro_batches[1]["routed_experts"].values()[:, 1] = torch.tensor([0, 1])  # a layer never captured
         with pytest.raises(CaptureError, match="sends 36 rows"):
             there.old_log_probs()
     return waits
-
-
-@contextmanager
-def executing(left, shards, stage, **options):
-    """Ranks that execute a plan tell one another at its end what they did; an error ends it on a rank alone."""
-    yield None
-    left.append("with others")
 
 
 class Engine(There):

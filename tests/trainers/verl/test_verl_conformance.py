@@ -104,15 +104,15 @@ class VerlModel(HuggingFaceModel):
 
         with torch.set_grad_enabled(grad), self._probed() as given, collapse_is_refused():
             loss, _ = self.engine.forward_step(micro_batch(batch, rollout), minus_mean_log_prob, not grad)
-        rows = rows_of(batch)
-        real = rows >= 0
-        order = np.argsort(rows[real], kind="stable")
+        real = np.ones(batch.lengths.sum(), np.bool_)
+        if batch.padding == "right":  # which verl keeps
+            real = (np.arange(batch.lengths.max()) < batch.lengths[:, None]).reshape(-1)
         ids, gates = (np.stack([given[path][part] for path in self._experts], axis=1) for part in (0, 1))
         seen = Seen(
-            ids[real][order],
+            ids[real],
             found[0].detach().numpy(),
             float(loss.detach()),
-            gates[real][order],
+            gates[real],
             ids[~real] if not real.all() else None,
             {path: given[path][0] for path in given if path not in self._experts},
         )
@@ -139,16 +139,6 @@ def micro_batch(batch, rollout):
     data = TensorDict(fields | routes, batch_size=len(batch.sequences))
     tu.assign_non_tensor(data, temperature=1.0, use_remove_padding=batch.padding != "right")
     return data
-
-
-def rows_of(batch):
-    """int64 [rows of the forward], the row of the kit that each is; -1 where verl pads."""
-    if batch.padding != "right":
-        return np.arange(batch.lengths.sum())
-    rows = np.full((len(batch.sequences), int(batch.lengths.max())), -1)
-    real = np.arange(rows.shape[1]) < batch.lengths[:, None]
-    rows[real] = np.arange(batch.lengths.sum())
-    return rows.reshape(-1)
 
 
 test_conformance = conformance_tests(VerlUnderTest("qwen3_moe", FAMILIES["qwen3_moe"]))

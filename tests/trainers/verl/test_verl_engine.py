@@ -1,7 +1,13 @@
-"""verl's own FSDP engine, as it was released, with our replay: which routes reach the experts in which pass."""
+"""verl's own FSDP engine, as it was released, with our replay: which routes reach the experts in which pass.
 
+Rollouts are of text, of images (packed positions on four axes), and of verl's agent loop with a tool, of which verl
+keeps the routes of the last request alone: it has a row for each token of the turns before it.
+"""
+
+import asyncio
 from contextlib import nullcontext
 from types import SimpleNamespace
+from unittest.mock import AsyncMock
 
 import numpy as np
 import pytest
@@ -11,16 +17,27 @@ pytest.importorskip("verl", reason="there is no verl in this environment: run `m
 
 from peft import get_peft_model
 from tensordict import NonTensorData, NonTensorStack
+from transformers.utils import get_json_schema
+from verl.experimental.agent_loop.agent_loop import AgentLoopWorker, DictConfigWrap, ToolListWrap
+from verl.experimental.agent_loop.tool_agent_loop import ToolAgentLoop
+from verl.tools.function_tool import FunctionTool
+from verl.tools.schemas import OpenAIFunctionToolSchema
+from verl.utils import tensordict_utils as tu
 from verl.workers.engine import EngineRegistry
 from verl.workers.engine.fsdp import transformer_impl
+from verl.workers.rollout.replica import TokenOutput
 
+from examples.trl.tiny import chat_tokenizer, look_up
+from examples.verl.tiny_checkpoint import VOCABULARY, save_policy
+from foreroute.adapters import hf
 from foreroute.errors import AttachError, CaptureError, ConfigError, EngineError, ReplayError
 from foreroute.trainers import weights_check
 from foreroute.trainers.verl.fsdp import FSDPRoutingReplay, RoutingReplayEngine, register
 from foreroute.trainers.verl.settings import MASKS
-from tests.trainers.given_experts import follows, watched
-from tests.trainers.verl.verl_book import Book
+from tests.trainers.given_experts import differing, drawn_anew, follows, native, watched
+from tests.trainers.verl.verl_book import RESPONSE, Book
 from tests.trainers.verl.verl_engines import full_weights, make, old_log_probs, on_cpu, tensordict, update
+from tests.trainers.vision_language import PATCH_VALUES, policy
 
 
 @pytest.fixture(scope="module")
@@ -67,8 +84,8 @@ def test_without_replay_verl_is_verl_and_the_mismatch_is_measured(group, folder,
     assert losses[0]["loss"] == losses[1]["loss"]
     cells = [
         set(a) != set(b)
-        for routes, (native, _) in zip(book.routes, book.native, strict=True)
-        for a, b in zip(routes.reshape(-1, 2).tolist(), native[:-1].reshape(-1, 2).tolist(), strict=True)
+        for routes, (own, _) in zip(book.routes, book.native, strict=True)
+        for a, b in zip(routes.reshape(-1, 2).tolist(), own[:-1].reshape(-1, 2).tolist(), strict=True)
     ]
     assert losses[1]["metrics"]["mismatch/disagreement"] == [pytest.approx(np.mean(cells))]
     for one, other in zip(plain.module.parameters(), ours.module.parameters(), strict=True):
@@ -124,8 +141,8 @@ def test_adapters_are_replayed_and_the_policy_without_them_is_a_reference(strate
 
 
 def require_native(found, book):
-    for logprobs, (_, native) in zip(found, book.native, strict=True):
-        np.testing.assert_allclose(logprobs.numpy(), native, rtol=0, atol=1e-4)
+    for logprobs, (_, own) in zip(found, book.native, strict=True):
+        np.testing.assert_allclose(logprobs.numpy(), own, rtol=0, atol=1e-4)
 
 
 @pytest.mark.shows("verl, FSDP engine", "LoRA on experts under FSDP1", refused="PEFT does not find experts under FSDP1")
@@ -168,3 +185,148 @@ def test_a_release_that_lacks_a_hook_and_an_engine_of_others_in_our_place_are_re
     monkeypatch.setitem(EngineRegistry._engines["language_model"], "fsdp2", {"cpu": others})
     with pytest.raises(AttachError, match=r"strategy.*FSDPEngine"):
         register()
+
+
+IMAGE, VIDEO, START = 250, 251, 252
+SHAPES = ((1, 2, 4), None, (1, 2, 2), (1, 2, 4))
+"""Of the images of the sequences, of 2, no, 1 and 2 tokens."""
+
+
+class ImageBook(Book):
+    """Sequences with images."""
+
+    def __init__(self, folder):
+        rng, generator = np.random.default_rng(0), torch.Generator().manual_seed(0)
+        self.folder, self.pairs, self.images, self.given = folder, [], [], []
+        self.model = policy(VOCABULARY, image=IMAGE, video=VIDEO, start=START).eval()
+        save_policy(folder)  # for its tokenizer
+        self.model.save_pretrained(folder)
+        self.routed = hf.attach(self.model)
+        for shape in SHAPES:
+            images, tokens = {}, []
+            if shape is not None:
+                patches = shape[1] * shape[2]
+                images = {"pixel_values": torch.randn(patches, PATCH_VALUES, generator=generator)}
+                images["image_grid_thw"] = torch.tensor([shape])
+                tokens = [START, *[IMAGE] * (patches // 4)]
+            prompt = np.array([*rng.integers(2, 200, 2), *tokens, rng.integers(2, 200)])
+            self.pairs.append((prompt, rng.integers(2, 200, int(rng.integers(3, RESPONSE + 1)))))
+            self.images.append(images)
+            self.given.append(images | types_of(torch.from_numpy(np.concatenate(self.pairs[-1]))[None]))
+        self.draw(rng, 0.3, spread=0.02, first=0.0)
+
+    def batch(self):
+        batch = super().batch()
+        positions = batch["position_ids"][:, None].repeat(1, 4, 1)
+        for s, images in enumerate(self.images):
+            kept = batch["attention_mask"][s].bool()
+            ids = batch["input_ids"][s, kept][None]
+            axes, _ = self.model.model.get_rope_index(ids, image_grid_thw=images.get("image_grid_thw"), **types_of(ids))
+            positions[s, 1:, kept] = axes[:, 0]
+        return batch | {"position_ids": positions}
+
+    def tensordict(self, **settings):
+        td = tensordict(self.batch(), **settings)
+        tu.assign_non_tensor_stack(td, "multi_modal_inputs", self.images)
+        return td
+
+
+def types_of(ids):
+    return {"mm_token_type_ids": (ids == IMAGE).int()}
+
+
+@pytest.fixture(scope="module")
+def images(tmp_path_factory):
+    return ImageBook(str(tmp_path_factory.mktemp("images")))
+
+
+@pytest.mark.shows("verl, FSDP engine", "images (Qwen3-VL-MoE), packed and padded, on one rank")
+@pytest.mark.parametrize(
+    "layout", [{}, {"use_fused_kernels": True}, {"use_remove_padding": False}], ids=["packed", "fused", "padded"]
+)
+def test_routes_of_images_are_followed_and_the_mismatch_falls(group, images, layout):
+    k3, fused, wanted = {}, {"use_fused_kernels": "use_fused_kernels" in layout}, images.by_tokens()
+    for replay in ("R3", "disabled"):
+        engine = make(images.folder, replay, lr=0.0, model=fused)
+        old_log_probs(engine, images.tensordict(**layout))  # the first rollout is checked
+        with watched(engine.module) as forwards:
+            old_log_probs(engine, images.tensordict(**layout))
+        rows, others = differing(forwards, wanted)
+        assert rows == 3 * sum(map(len, wanted.values()))  # in three layers, those of images too
+        metrics = update(engine, images.tensordict(**layout))["metrics"]
+        k3[replay] = metrics["mismatch/k3"][0]
+        assert (others == 0) == (replay == "R3")
+        assert (metrics["mismatch/disagreement"] == [0.0]) == (replay == "R3")
+    assert metrics["mismatch/disagreement"][0] > 0.05
+    assert k3["R3"] < k3["disabled"] / 4, k3
+
+
+CALL = 'hm <tool_call>{"name": "look_up", "arguments": {"text": "abc"}}</tool_call>'
+WIDTHS = {"prompt_length": 16, "response_length": 300}
+
+
+class Servers:
+    """Answers requests with these texts, as verl's client of its servers does, and with routes of all tokens."""
+
+    def __init__(self, texts, routes):
+        self._texts, self._routes = [[*chat_tokenizer()(text)["input_ids"], 1] for text in texts], routes
+
+    async def generate(self, request_id, *, prompt_ids, **_):
+        response = self._texts.pop(0)
+        routes = self._routes([*prompt_ids, *response])
+        log_probs = [-1.0] * len(response)
+        return TokenOutput(token_ids=response, log_probs=log_probs, routed_experts=routes, stop_reason="completed")
+
+
+async def looped(servers):
+    """What verl's agent loop makes of a conversation."""
+    multi_turn = {"max_user_turns": None, "max_assistant_turns": None, "max_parallel_calls": 1, "format": "hermes"}
+    multi_turn |= {"max_tool_response_length": 64, "tool_response_truncate_side": "right"}
+    rollout = SimpleNamespace(multi_turn=SimpleNamespace(**multi_turn), full_determinism=False, **WIDTHS)
+    config = SimpleNamespace(actor_rollout_ref=SimpleNamespace(rollout=rollout))
+    schema = OpenAIFunctionToolSchema.model_validate(get_json_schema(look_up))
+    loop = ToolAgentLoop(
+        trainer_config=DictConfigWrap(config),
+        server_manager=servers,
+        tokenizer=chat_tokenizer(),
+        processor=None,
+        dataset_cls=None,
+        data_config=DictConfigWrap({}),
+        tools=ToolListWrap([FunctionTool("look_up", look_up, schema)]),
+    )
+    return await loop.run({"logprobs": True}, raw_prompt=[{"role": "user", "content": "how many"}])
+
+
+async def agent_loop_batch(outputs):
+    """verl's own padding and stacking, on a worker that has no servers."""
+    worker = object.__new__(AgentLoopWorker)
+    worker.rollout_config, worker.tokenizer = SimpleNamespace(**WIDTHS), chat_tokenizer()
+    worker._compute_multi_modal_inputs = lambda *_: {}
+    worker._compute_position_ids = lambda ids, mask, *_: (mask.cumsum(1) - 1).clamp(min=0)
+    worker._get_mm_processor_kwargs = lambda *_: None
+    worker._compute_score = worker._compute_teacher_logprobs = AsyncMock(return_value=None)
+    worker.reward_loop_worker_handles, worker.distillation_enabled = None, False
+    return worker._postprocess([await worker._agent_loop_postprocess(each, False, raw_prompt=[]) for each in outputs])
+
+
+@pytest.mark.shows("verl, FSDP engine", "agent loop with tools")
+def test_verls_engine_gives_experts_the_routes_of_every_turn(group, folder):
+    """Of which a part is drawn at random, so that the model would not take them by itself."""
+    model, rng, routes = Book(folder, count=1).model, np.random.default_rng(5), {}
+
+    def drawn(tokens):
+        routes[tuple(tokens)] = rows = drawn_anew(native(model, tokens)[0][:-1], 0.1, rng)
+        return np.concatenate([np.zeros_like(rows[:, :1]), rows], axis=1).astype(np.uint8)
+
+    servers = [Servers(texts, drawn) for texts in (["no call"], [CALL, CALL, "and so"])]
+    outputs = [asyncio.run(looped(each)) for each in servers]
+    batch = asyncio.run(agent_loop_batch(outputs))
+    del batch.batch["rollout_log_probs"]  # the server's are none of a model
+    engine = make(folder, "R3", lr=0.0)
+    with watched(engine.module) as forwards:
+        old_log_probs(engine, tensordict(batch.batch, max_token_len_per_gpu=400))
+    whole = {tokens: routes[tokens] for tokens in (tuple(o.prompt_ids + o.response_ids) for o in outputs)}
+    own, *replayed = forwards
+    assert differing([own], whole)[1] > 0  # the first is held against the model's own routes
+    # in two layers
+    assert differing(replayed, whole) == (2 * sum(map(len, whole.values())), 0)

@@ -4,7 +4,6 @@ import copy
 import importlib
 import sys
 from dataclasses import replace
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -18,13 +17,10 @@ from verl.workers.engine.fsdp import transformer_impl
 from verl.workers.rollout.llm_server import LLMServerClient
 
 from foreroute.errors import BatchMismatchError, EngineError, ReplayError
-from foreroute.testing.counting_device import DEVICE, other_device
-from foreroute.trainers.verl.fsdp import RoutingReplayEngine
 from foreroute.trainers.verl.settings import MASKS
-from tests.trainers.verl.masked_book import TEMPERATURE, Scores, field_of, require_learned, require_scored
+from tests.trainers.verl.verl_book import TEMPERATURE, Scores, require_learned, require_scored
 from tests.trainers.verl.verl_engines import make, mean_log_prob, old_log_probs, on_cpu, tensordict
 from tests.trainers.verl.verl_ranks import run
-from tests.trainers.verl.waits import Jagged, MicroBatch
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -32,12 +28,9 @@ def masks(folder):
     """What naming the module in `external_lib` does, undone after the tests: verl imports it with its configuration."""
     server = importlib.import_module("verl.workers.rollout.vllm_rollout.vllm_async_server")
     with pytest.MonkeyPatch.context() as undone:
-        for place, name in (
-            (server, "extract_prompt_logprobs"),
-            (LLMServerClient, "generate"),
-            (AgentLoopBase, "__init__"),
-        ):
-            undone.setattr(place, name, getattr(place, name))
+        undone.setattr(server, "extract_prompt_logprobs", server.extract_prompt_logprobs)
+        undone.setattr(LLMServerClient, "generate", LLMServerClient.generate)
+        undone.setattr(AgentLoopBase, "__init__", AgentLoopBase.__init__)
         undone.delitem(sys.modules, MASKS, raising=False)
         HFModelConfig(path=folder, external_lib=MASKS)
         yield sys.modules[MASKS]
@@ -58,17 +51,12 @@ def engine(group, folder):
     return masked(folder)
 
 
-LAYOUTS = {"packed": {}, "padded": {"use_remove_padding": False}, "with the entropy": {"calculate_entropy": True}}
-
-
-@pytest.mark.parametrize(
-    ("form", "layout"), [("a field", "packed"), ("extra fields", "padded"), ("extra fields", "with the entropy")]
-)
-def test_log_probs_are_those_of_dense_logits_outside_of_the_sets_at_minus_infinity(form, layout, engine, scores):
-    td = tensordict(scores.batch(form), temperature=TEMPERATURE, **LAYOUTS[layout])
+@pytest.mark.parametrize("layout", [{"use_remove_padding": False}, {"calculate_entropy": True}])
+def test_log_probs_are_those_of_dense_logits_outside_of_the_sets_at_minus_infinity(layout, engine, scores):
+    td = tensordict(scores.batch("extra fields"), temperature=TEMPERATURE, **layout)
     found, output = old_log_probs(engine, td)
     require_scored(found, scores)
-    if "entropy" in layout:  # of all tokens, as without masks
+    if "calculate_entropy" in layout:  # of all tokens, as without masks
         del td["rollout_log_probs"]
         expected = old_log_probs(without_masks(engine), td)[1]["model_output"]["entropy"]
         assert torch.equal(output["model_output"]["entropy"].values(), expected.values())
@@ -88,9 +76,9 @@ def without_masks(engine):
 
 
 @pytest.mark.shows("verl, FSDP engine", "`top_p`, `top_k` under vLLM: scored on the sets that tokens were drawn from")
-def test_gradients_are_those_of_dense_logits_and_the_rollout_is_met(engine, scores):
+def test_log_probs_and_gradients_are_those_of_dense_logits_and_the_rollout_is_met(engine, scores):
     td = tensordict(scores.batch(), temperature=TEMPERATURE)
-    old_log_probs(engine, td)
+    require_scored(old_log_probs(engine, td)[0], scores)
     gradients, output = learned(engine, scores)
     require_learned(gradients, scores.gradients)
     assert output["metrics"]["mismatch/k3"][0] < 1e-9
@@ -104,7 +92,7 @@ def test_a_reference_scores_on_the_sets_and_takes_its_own_routes(group, folder, 
     reference = masked(folder, forward_only=True)
     assert reference.routing is None
     found, _ = old_log_probs(reference, tensordict(scores.batch(), temperature=TEMPERATURE))
-    for row, own, (_, response) in zip(found, scores.sets, scores.book.pairs, strict=True):
+    for row, own, (_, response) in zip(found, scores.sets, scores.pairs, strict=True):
         assert [float(value) == 0 for value in row[-len(response) :]] == [len(ids) < 2 for ids in own]
 
 
@@ -118,39 +106,6 @@ def test_masks_that_do_not_arrive_or_are_of_other_tokens_end_the_run(engine, sco
     batch = scores.batch(sets=[[], *others])
     batch["response_mask"][0] = 0
     old_log_probs(engine, tensordict(batch, temperature=TEMPERATURE))
-
-
-def test_the_host_waits_for_no_label_and_no_set(monkeypatch):
-    """verl's engine is a stand-in that scores as it does: the device that counts waits cannot hold nested tensors."""
-    tokens, vocabulary = torch.tensor([[3, 1, 7, 1, 5], [9, 2, 6, 5, 3]]), 11
-    sets = [[[1, 7], [], [5]], [list(range(vocabulary)), [5, 0, 2], [3, 4]]]
-    batch = MicroBatch(
-        input_ids=Jagged(tokens.reshape(-1), torch.arange(0, 11, 5)),
-        attention_mask=torch.ones_like(tokens),
-        responses=tokens[:, 2:],
-        response_mask=torch.tensor([[1, 0, 1], [1, 1, 1]]),
-    )
-    logits = torch.randn((10, vocabulary), generator=torch.Generator().manual_seed(0))
-
-    def forward_step(self, micro_batch, loss_function, forward_only):
-        there, given = micro_batch.exclude("sampling_mask").to(DEVICE), logits.to(DEVICE)
-        device.reads.clear()
-        labels = there["input_ids"].values().roll(-1)
-        return transformer_impl.logprobs_from_logits(logits=given, labels=labels, inplace_backward=True)
-
-    monkeypatch.setattr(transformer_impl.FSDPEngineWithLMHead, "forward_step", forward_step)
-    engine = object.__new__(RoutingReplayEngine)
-    engine.ulysses_parallel_group, engine.model_config = None, SimpleNamespace(external_lib=MASKS)
-    with other_device() as device:
-        found = engine.forward_step(MicroBatch(batch, sampling_mask=[field_of(each) for each in sets]), None, False)
-        assert not device.reads, device.reads
-        found = found.cpu()
-    expected = torch.zeros(10)
-    for s, own in enumerate(sets):
-        for row, ids in enumerate(own, start=5 * s + 1):
-            if ids:
-                expected[row] = logits[row, ids].log_softmax(-1)[ids.index(int(tokens.reshape(-1)[row + 1]))]
-    torch.testing.assert_close(found, expected)
 
 
 @pytest.mark.shows(

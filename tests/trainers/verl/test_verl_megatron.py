@@ -1,50 +1,197 @@
-"""verl's Megatron engine on two ranks that share experts: its routes, and its plans as they were executed."""
+"""verl's Megatron engine under each kind of parallelism: routes, masks and plans, held against data parallelism.
 
+In float32, which verl does not accept by itself: bfloat16 hides what rounding is as large as. Of what must change no
+bit two ranks that share experts are enough, in bfloat16. A model with multi-token prediction is a Qwen3-MoE with one
+such layer, which mbridge reads for other families alone.
+"""
+
+import re
 import subprocess
 import sys
+from functools import partial
+from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
 import pytest
+import torch
 
 pytest.importorskip("verl", reason="there is no verl in this environment: run `make night PART=verl`")
 pytest.importorskip("mbridge", reason="there is no mbridge in this environment: run `make night PART=verl`")
 
+# isort: off
+from tests.trainers.verl.megatron_engines import SEQUENCES, OF_MASKS, each, make, share_of, sum_log_prob  # no GPU
+
+# isort: on
+from mbridge.core import register_model
+from mbridge.models.qwen3moe import Qwen3MoEBridge
+from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec, get_gpt_mtp_block_spec
+from safetensors.torch import load_file, save_file
+from verl.workers.config import MtpConfig
+
 from examples.verl.tiny_checkpoint import save_policy
 from foreroute.errors import ConfigError
+from foreroute.testing import megatron_on_cpu
 from foreroute.testing.ranks import environment
 from foreroute.trainers.verl.planning import PlanningMegatronConfig
 from foreroute.trainers.verl.settings import require_supported_by_megatron
+from tests.trainers.verl.verl_book import Book, Scores, require_learned, require_scored
+from tests.trainers.verl.verl_engines import old_log_probs, tensordict
 from tests.trainers.verl.verl_ranks import run_each
 
+LAYERS = 4
 TOKENS = 32
 """Most of a micro-batch."""
+TENSOR, CONTEXT, PIPELINE = ({f"{kind}_parallel_size": 2} for kind in ("tensor_model", "context", "pipeline_model"))
+VIRTUAL = PIPELINE | {"virtual_pipeline_model_parallel_size": 2}
+PADDED, FUSED = {"use_remove_padding": False}, {"use_fused_kernels": True}
+TO_A_LENGTH = {"pad_to_length": True, "pad_to_length_bucket": 64}
+DEEP_EP, HYBRID_EP = (
+    {"transformer": {"moe_token_dispatcher_type": "flex", "moe_flex_dispatcher_backend": backend}}
+    for backend in ("deepep", "hybridep")
+)
+HYBRID_EP |= TO_A_LENGTH  # it wants equally many tokens of every rank
 FULL = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
-RUNS = {
+BY_ROUTES = {"plans": True, "packing": "routes"}
+BFLOAT16_RUNS = {
     "plain": {},
     "planned": {"plans": True},
     "planned, recomputed": {"plans": True, "transformer": FULL},
     "planned, offloaded": {"plans": True, "param_offload": True, "optimizer_offload": True},
-    "planned, by routes": {"plans": True, "packing": "routes"},
+    "planned, by routes": BY_ROUTES,
     "planned, resumed": {"plans": True, "resumes": True},
 }
+RUNS = {
+    "data": {},
+    "data, larger micro-batches": {"tokens": 48},
+    "data, another order": {"reverse": True},
+    "data, not replayed": {"replay": "disabled"},
+    "data, planned, by routes": BY_ROUTES,
+    "tensor, no sequence": TENSOR | {"sequence_parallel": False},
+    "tensor, planned": TENSOR | BY_ROUTES,
+    "pipeline, tensor": PIPELINE | TENSOR,
+    "virtual, planned": VIRTUAL | BY_ROUTES,
+    "context, pipeline, fused": CONTEXT | PIPELINE | FUSED,
+    "context, planned": CONTEXT | BY_ROUTES,
+    "context, packed to a length": CONTEXT | TO_A_LENGTH,
+    "padded alike, context, planned": PADDED | CONTEXT | {"plans": True, "pad_bshd_to_minibatch_max": True},
+    "DeepEP, tensor, fused": TENSOR | DEEP_EP | FUSED,
+    "HybridEP, planned": HYBRID_EP | {"plans": True},
+    "DeepEP, virtual, planned": DEEP_EP | VIRTUAL | BY_ROUTES,
+    "R2, virtual, planned": VIRTUAL | {"plans": True, "replay": "R2"},
+}
+ORDERS = ("data, larger micro-batches", "data, another order")
+"""Sums of gradients that are rounded otherwise."""
+CONTROL = "data, not replayed"
+R2 = "R2, virtual, planned"
+REPLAYED = [name for name in RUNS if name not in (CONTROL, R2)]
+MASKED = {
+    "context, tensor": CONTEXT | TENSOR,
+    "context, packed to a length": CONTEXT | TO_A_LENGTH,
+    "virtual, tensor": VIRTUAL | TENSOR,
+    "padded, context, tensor": CONTEXT | TENSOR | PADDED,
+}
+OWN = {"enorm": "enorm", "hnorm": "hnorm", "eh_proj": "eh_proj", "final_layernorm": "shared_head.norm"}
+"""Of a layer, by the names of Megatron and of DeepSeek's checkpoints."""
+SPLITS = {"data": {}, "tensor": TENSOR, "context": CONTEXT, "pipeline": PIPELINE}
+PREDICTING = SPLITS | {f"{name}, planned": split | {"plans": True} for name, split in SPLITS.items()}
+PREDICTING |= {CONTROL: {"replay": "disabled"}}
 
 
 @pytest.fixture(scope="module")
 def policy(tmp_path_factory):
     """mbridge knows of no dense layers in Qwen3-MoE."""
-    return save_policy(tmp_path_factory.mktemp("policy"), mlp_only_layers=[])
+    return save_policy(tmp_path_factory.mktemp("policy"), mlp_only_layers=[], num_hidden_layers=LAYERS)
+
+
+@pytest.fixture(scope="module")
+def exact(policy):
+    return Book(policy, count=SEQUENCES).exact()
+
+
+@pytest.fixture(scope="module")
+def scores(policy):
+    return Scores(policy, count=OF_MASKS)
 
 
 @pytest.fixture(scope="module")
 def found(policy):
-    return run_each(2, "megatron_worker.train", policy, RUNS)
+    runs = {name: {"dtype": "float32"} | settings for name, settings in RUNS.items()}
+    return run_each(4, "megatron_engines.train", policy, runs)
+
+
+@pytest.fixture(scope="module")
+def masked(policy):
+    return run_each(4, "megatron_engines.score", policy, MASKED | {"fused": TENSOR | FUSED})
+
+
+@pytest.fixture(scope="module")
+def predicting(tmp_path_factory):
+    policy = save_predicting_policy(tmp_path_factory.mktemp("policy"))
+    return run_each(4, "test_verl_megatron.predict", policy, PREDICTING)
+
+
+@pytest.fixture(scope="module")
+def in_bfloat16(policy):
+    return run_each(2, "megatron_engines.train", policy, BFLOAT16_RUNS)
+
+
+@pytest.mark.shows("verl, Megatron engine", "plans under TP, CP, PP and VPP")
+@pytest.mark.parametrize("name", REPLAYED)
+def test_what_is_executed_is_what_the_rollout_picked_and_log_probs_are_those_of_hugging_face(name, found, exact):
+    logged = [metrics for rank in found[name] for metrics in rank["metrics"] if metrics]
+    assert logged
+    for metrics in logged:
+        assert metrics["mismatch/disagreement"] == [0.0]
+        assert metrics["mismatch/native_disagreement"][0] > 0.05
+        if "planned" in name:
+            assert metrics["plan/rows_off"] == [0.0]
+            assert metrics["plan/imbalance_executed"][0] < metrics["plan/imbalance_static"][0]
+    if "another order" not in name:
+        ours = by_number([(rank["first"], rank["log_probs"][0]) for rank in found[name]], SEQUENCES)
+        exact, rounding = exact
+        apart = [float((one - other).abs().max()) for one, other in zip(ours, exact, strict=True)]
+        assert max(apart) < 8 * rounding < 1e-4
+
+
+@pytest.mark.shows("verl, Megatron engine", "tensor parallelism, with and without sequence parallelism, with EP")
+@pytest.mark.shows("verl, Megatron engine", "pipeline and virtual pipeline parallelism, with EP")
+@pytest.mark.shows("verl, Megatron engine", "context parallelism, with EP, TP and PP (attention is a stand-in)")
+@pytest.mark.shows("verl, Megatron engine", "padding kept (`use_remove_padding=False`), `pad_to_length`")
+@pytest.mark.shows("verl, Megatron engine", "`use_fused_kernels` (a stand-in for Triton's)")
+@pytest.mark.shows(
+    "verl, Megatron engine", "the `flex` dispatcher, with plans too, DeepEP and HybridEP (stand-ins for their kernels)"
+)
+@pytest.mark.parametrize("name", [name for name in REPLAYED if name not in ("data", *ORDERS)])
+def test_weights_are_those_of_data_parallelism_but_for_the_order_of_sums(name, found):
+    """What other routes train is ten thousand times as far."""
+    weights = {name: ranks[0]["weights"] for name, ranks in found.items()}
+    for rank in found[name][1:]:
+        assert apart(weights[name], rank["weights"]) == 0
+    order = max(apart(weights["data"], weights[other]) for other in ORDERS)
+    assert apart(weights["data"], weights[name]) <= 10 * order < apart(weights["data"], weights[CONTROL]) / 1000
+
+
+@pytest.mark.shows("verl, Megatron engine", "R2, with plans")
+def test_r2_updates_take_the_routes_that_the_first_old_pass_took_by_itself(found):
+    for rank in found[R2]:
+        assert apart(rank["weights"], found[R2][0]["weights"]) == 0
+        for layer, taken in rank["old"][0].items():
+            for update in rank["update"]:
+                assert len(update[layer]) == len(taken) > 1
+                assert all(map(torch.equal, update[layer], taken))
+            # the control: with other weights it takes others
+            assert not all(map(torch.equal, rank["old"][-1][layer], taken))
+    logged = [metrics for rank in found[R2] for metrics in rank["metrics"] if metrics]
+    assert logged
+    assert all(metrics["plan/rows_off"] == [0.0] for metrics in logged)
+    assert not any("mismatch/disagreement" in metrics for metrics in logged)
+    assert logged[0]["mismatch/native_disagreement"] == [0.0] != logged[-1]["mismatch/native_disagreement"]
 
 
 @pytest.mark.shows("verl, Megatron engine", "`packing=routes`, with plans")
-def test_sequences_share_micro_steps_by_their_routes_within_the_token_budget(found):
-    """Log-probs in the order of the batch, and weights, are held against other groupings in test_verl_parallel.py."""
-    by_length, by_routes = found["planned"], found["planned, by routes"]
+def test_sequences_share_micro_steps_by_their_routes_within_the_token_budget(in_bfloat16):
+    by_length, by_routes = in_bfloat16["planned"], in_bfloat16["planned, by routes"]
     for step, (before, after) in enumerate(zip(by_length[0]["metrics"], by_routes[0]["metrics"], strict=True)):
         assert after["plan/imbalance_static"][0] < before["plan/imbalance_static"][0]
         for which in ("old", "update"):
@@ -61,12 +208,47 @@ def test_sequences_share_micro_steps_by_their_routes_within_the_token_budget(fou
 @pytest.mark.shows(
     "verl, Megatron engine", "expert parallelism, plans, full recomputation, offload of parameters and optimizer"
 )
-def test_recomputation_memory_of_the_host_and_a_checkpoint_change_no_bit_of_weights_under_plans(found):
-    """What plans are held against is in test_verl_parallel.py, in float32."""
-    first = found["planned"][0]["weights"]
+def test_recomputation_memory_of_the_host_and_a_checkpoint_change_no_bit_of_weights_under_plans(in_bfloat16):
+    first = in_bfloat16["planned"][0]["weights"]
     for name in ("planned", "planned, recomputed", "planned, offloaded", "planned, resumed"):
-        assert [apart(first, rank["weights"]) for rank in found[name]] == [0, 0], name
-    assert apart(first, found["plain"][0]["weights"]) > 0  # the control: other sums are seen
+        assert [apart(first, rank["weights"]) for rank in in_bfloat16[name]] == [0, 0], name
+    assert apart(first, in_bfloat16["plain"][0]["weights"]) > 0  # the control: other sums are seen
+
+
+@pytest.mark.shows(
+    "verl, Megatron engine", "`top_p`, `top_k` under vLLM: scored on sampling masks, with TP, CP, PP, packed and padded"
+)
+@pytest.mark.shows(
+    "verl, Megatron engine", "`use_fused_kernels` with sampling masks", refused="their log-probs are of all tokens"
+)
+@pytest.mark.parametrize("name", MASKED)
+def test_on_masks_log_probs_and_gradients_are_those_of_dense_logits_and_such_past_the_logits_are_noticed(
+    name, masked, scores
+):
+    require_scored(by_number([(rank["first"], rank["log_probs"]) for rank in masked[name]], OF_MASKS), scores)
+    for rank in masked[name]:
+        require_learned(rank["gradients"], by_expert(scores.gradients))
+    k3 = [value for rank in masked[name] for value in rank["k3"]]
+    assert k3
+    assert max(k3) < 1e-9
+    assert all("past its logits" in rank["refused"] for rank in masked["fused"])
+
+
+@pytest.mark.shows("verl, Megatron engine", "multi-token prediction (`model.mtp.enable`): its routers stay native")
+@pytest.mark.parametrize("name", PREDICTING)
+def test_the_decoder_is_replayed_and_layers_of_prediction_route_by_themselves(name, predicting):
+    shares = [rank["native"] for rank in predicting[name]]
+    assert {share["prediction"] for share in shares if "prediction" in share} == {1.0}
+    replayed = name != CONTROL
+    assert all((share["decoder"] < 0.95) == replayed for share in shares)
+    logged = [rank["metrics"] for rank in predicting[name] if rank["metrics"]]
+    assert any(metrics["mtp_losses/mtp_1_loss"][0] > 0 for metrics in logged if "mtp_losses/mtp_1_loss" in metrics)
+    for metrics in logged if replayed else ():
+        assert metrics["mismatch/disagreement"] == [0.0]
+        assert metrics["mismatch/native_disagreement"][0] > 0.05
+    for metrics in logged if "planned" in name else ():
+        assert metrics["plan/rows_off"] == [0.0]
+        assert metrics["plan/imbalance_executed"][0] < metrics["plan/imbalance_static"][0]
 
 
 @pytest.mark.shows(
@@ -74,17 +256,17 @@ def test_recomputation_memory_of_the_host_and_a_checkpoint_change_no_bit_of_weig
 )
 @pytest.mark.shows("verl, Megatron engine", "plans without R3 or R2", refused="a plan is made of routes that are known")
 def test_settings_that_replay_or_plans_do_not_go_with_are_refused():
-    model = SimpleNamespace(lora={})
     dynamic = PlanningMegatronConfig(dynamic_context_parallel=True, max_seqlen_per_dp_cp_rank=64)
-    with pytest.raises(ConfigError, match="dynamic_context_parallel"):
-        require_supported_by_megatron(dynamic, model, replays=True, plans=True)
-    with pytest.raises(ConfigError, match=r"router_replay\.mode=R3"):
-        require_supported_by_megatron(PlanningMegatronConfig(), model, replays=False, plans=True)
+    padded = PlanningMegatronConfig(packing="routes", **PADDED, pad_bshd_to_minibatch_max=False)
+    for config, replays, message in (
+        (dynamic, True, "dynamic_context_parallel"),
+        (PlanningMegatronConfig(), False, r"router_replay\.mode=R3"),
+        (padded, True, "pad_bshd_to_minibatch_max=True"),
+    ):
+        with pytest.raises(ConfigError, match=message):
+            require_supported_by_megatron(config, SimpleNamespace(lora={}), replays=replays, plans=True)
     with pytest.raises(ConfigError, match="redundant_slots is 0"):
         PlanningMegatronConfig(redundant_slots=0)
-    padded = PlanningMegatronConfig(packing="routes", use_remove_padding=False, pad_bshd_to_minibatch_max=False)
-    with pytest.raises(ConfigError, match="pad_bshd_to_minibatch_max=True"):
-        require_supported_by_megatron(padded, model, replays=True, plans=True)
 
 
 @pytest.mark.shows(
@@ -112,3 +294,98 @@ def apart(a, b):
     assert a.keys() == b.keys()
     difference = sum(float(((a[name] - b[name]).double() ** 2).sum()) for name in a)
     return (difference / sum(float((a[name].double() ** 2).sum()) for name in a)) ** 0.5
+
+
+def by_number(shares, count):
+    """The rows of all sequences in order, of ranks that have some each, from a first on."""
+    rows = {first + number: row for first, rows in reversed(shares) for number, row in enumerate(rows)}
+    assert sorted(rows) == list(range(count))
+    return [rows[number] for number in range(count)]
+
+
+def by_expert(gradients):
+    """Gradients of stacked experts as mbridge names them, one by one."""
+    found = {}
+    for name, gradient in gradients.items():
+        begin, stacked, kind = name.partition(".experts.")
+        for number, mine in enumerate(gradient if stacked else ()):
+            parts = {kind: mine}
+            if kind == "gate_up_proj":
+                parts = dict(zip(("gate_proj", "up_proj"), mine.chunk(2), strict=True))
+            found |= {f"{begin}{stacked}{number}.{part}.weight": half for part, half in parts.items()}
+        if not stacked:
+            found[name] = gradient
+    return found
+
+
+def predict(policy, runs):
+    """Of a pass and an update of each run, the share of rows that routers of either kind routed as they would."""
+    whole = Book(policy, count=SEQUENCES).batch()
+
+    def predicted(**settings):
+        engine = make(policy, model={"mtp": MtpConfig(enable=True, enable_train=True)}, dtype="float32", **settings)
+        td = tensordict(share_of(whole)[0], max_token_len_per_gpu=32)
+        native, handles = {}, []
+        for name, module in ((name, m) for chunk in engine.module for name, m in chunk.named_modules()):
+            if name.endswith(".router"):
+                kind = "prediction" if ".mtp." in f".{name}" else "decoder"
+                handles.append(module.register_forward_hook(partial(note_native, native.setdefault(kind, []))))
+        old_log_probs(engine, td)
+        with engine.train_mode():
+            output = engine.train_batch(td, loss_function=sum_log_prob)
+        for handle in handles:
+            handle.remove()
+        shares = {kind: torch.cat(shares).mean().item() for kind, shares in native.items()}
+        return {"native": shares, "metrics": output.get("metrics")}
+
+    return each(runs, predicted)
+
+
+def note_native(shares, router, args, out):
+    logits_RE = args[0].reshape(-1, args[0].shape[-1]).float() @ router.weight.float().T
+    own_RE = torch.zeros_like(out[1]).scatter(1, logits_RE.topk(router.topk, dim=-1).indices, True)
+    shares.append((own_RE == out[1]).all(-1).float())
+
+
+@register_model("qwen3_moe")
+class PredictingBridge(Qwen3MoEBridge):
+    """mbridge's own for Qwen3-MoE, with its way of DeepSeek-V3 for the layer of prediction."""
+
+    def _build_base_config(self, **settings):
+        return super()._build_base_config(**settings, mtp_num_layers=self.hf_config.num_nextn_predict_layers or None)
+
+    def _get_gptmodel_args(self):
+        found = super()._get_gptmodel_args()
+        if self.config.mtp_num_layers:
+            block = get_gpt_decoder_block_spec(self.config, use_transformer_engine=False)
+            megatron_on_cpu.use_norm(block, megatron_on_cpu.RMSNorm, of_heads=True)
+            spec = found["mtp_block_spec"] = get_gpt_mtp_block_spec(self.config, block, use_transformer_engine=False)
+            for layer in spec.layer_specs if spec else ():  # there is one on the last stage alone
+                for norm in ("enorm", "hnorm", "layer_norm"):
+                    setattr(layer.submodules, norm, megatron_on_cpu.RMSNorm)
+        return found
+
+    def _weight_name_mapping_mcore_to_hf(self, name):
+        if not name.startswith("mtp."):
+            return super()._weight_name_mapping_mcore_to_hf(name)
+        number = self.config.num_layers
+        if found := re.fullmatch(r"mtp\.layers\.0\.(\w+)\.weight", name):
+            return [f"model.layers.{number}.{OWN[found[1]]}.weight"]
+        name = name.replace("mtp.layers.0.transformer_layer", f"decoder.layers.{number}")
+        return super()._weight_name_mapping_mcore_to_hf(
+            name.replace("input_layernorm.", "self_attention.linear_qkv.layer_norm_")
+        )
+
+
+def save_predicting_policy(folder):
+    """Write the checkpoint of `save_policy` with a layer more, whose weights are those of the last one."""
+    save_policy(folder, mlp_only_layers=[], num_hidden_layers=LAYERS, num_nextn_predict_layers=1)
+    path = Path(folder) / "model.safetensors"
+    weights, last, mine = load_file(path), f"model.layers.{LAYERS - 1}.", f"model.layers.{LAYERS}."
+    weights |= {name.replace(last, mine): value.clone() for name, value in weights.items() if name.startswith(last)}
+    size = weights["model.norm.weight"].numel()
+    drawn = torch.Generator().manual_seed(1)
+    weights |= {f"{mine}{OWN[norm]}.weight": torch.ones(size) for norm in ("enorm", "hnorm", "final_layernorm")}
+    weights[f"{mine}eh_proj.weight"] = torch.randn(size, 2 * size, generator=drawn) * size**-0.5
+    save_file(weights, path, {"format": "pt"})
+    return str(folder)

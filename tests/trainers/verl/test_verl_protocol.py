@@ -2,6 +2,7 @@
 
 import dataclasses
 from contextlib import nullcontext
+from functools import partial
 from types import SimpleNamespace
 
 import numpy as np
@@ -13,16 +14,7 @@ from foreroute.trace import DecisionStream, RoutedLayer, RoutingSpec
 from foreroute.trainers.verl import routed_experts, trace_of
 from foreroute.trainers.verl.packed_batch import PackedBatch, PackedRoutes, require_routed
 from foreroute.trainers.verl.settings import replay_of
-from tests.trainers.verl.verl_batches import (
-    PROMPT,
-    SPEC,
-    nested,
-    padded,
-    require_told,
-    sequences,
-    telling_routes,
-    unpadded,
-)
+from tests.trainers.verl.verl_batches import PROMPT, SPEC, nested, padded, sequences, telling_routes, unpadded
 
 
 def between(pairs, routes=telling_routes):
@@ -31,16 +23,19 @@ def between(pairs, routes=telling_routes):
     return {**padded(pairs, routes), "input_ids": flat["input_ids"], "routed_experts": flat["routed_experts"]}
 
 
-LAYOUTS = {"padded": padded, "unpadded": unpadded, "between": between}
-TOP_1 = RoutingSpec(64, 1, (RoutedLayer(0),))
+def require_told(trace, pairs):
+    """Every row of the trace is that of its token, its position and its sequence, and the last one is absent."""
+    assert len(trace) == len(pairs)
+    for s, pair in enumerate(pairs):
+        tokens = np.concatenate(pair)
+        assert np.array_equal(trace.tokens(s), tokens)
+        rows = slice(trace.offsets[s], trace.offsets[s + 1])
+        assert trace.valid_N[rows].tolist() == [True] * (len(tokens) - 1) + [False]
+        assert np.array_equal(trace.expert_ids_NLK[rows][:-1], telling_routes(tokens)[:, 1:])
 
 
-EACH = pytest.mark.parametrize("layout", LAYOUTS.values(), ids=LAYOUTS)
-OF_ENGINES = pytest.mark.parametrize("layout", [unpadded, between])
-
-
-@EACH
-def test_routes_come_out_where_they_went_in_and_go_back_as_they_were(layout):
+@pytest.mark.parametrize("layout", [padded, unpadded, between])
+def test_routes_come_out_where_they_went_in_and_go_back_as_they_were_where_the_field_can_hold_them(layout):
     pairs = sequences(5)
     batch = layout(pairs)
     trace = trace_of(batch, model=SPEC, weight_version=3)
@@ -53,6 +48,18 @@ def test_routes_come_out_where_they_went_in_and_go_back_as_they_were(layout):
         assert torch.equal(written.offsets(), given.offsets())
         written, given = written.values(), given.values()
     assert torch.equal(written, given)
+    nothing = DecisionStream.absent(2**31 - 1, trace.num_rows, layers=[RoutedLayer(0)])
+    gap = dataclasses.replace(trace, valid_N=trace.valid_N & (np.arange(trace.num_rows) != 1))
+    for wrong, message in (
+        (trace.with_stream("indexer", nothing), "choices of indexers, and verl has no field"),
+        (gap, "sequence 0 has no route at position 1, and one behind it"),
+    ):
+        with pytest.raises(CaptureError, match=message):
+            routed_experts(wrong, batch)
+    with pytest.raises(BatchMismatchError, match="another order"):
+        routed_experts(trace, layout(pairs[::-1]))
+    with pytest.raises(BatchMismatchError, match=r"trace.*5 sequences.*2"):
+        require_routed(trace, unpadded(sequences(2)))
 
 
 def test_a_data_proto_and_routes_of_routed_layers_alone_are_read():
@@ -67,14 +74,7 @@ def test_a_data_proto_and_routes_of_routed_layers_alone_are_read():
     assert np.array_equal(trace.weight_versions_N, np.where(trace.valid_N, wanted, -1))
 
 
-def with_masks(batch, masks):
-    rows = nested([np.array(mask) for mask in masks])
-    if not batch["response_mask"].is_nested:
-        rows = torch.nested.to_padded_tensor(rows, 0, batch["response_mask"].shape)
-    return {**batch, "response_mask": rows}
-
-
-@OF_ENGINES
+@pytest.mark.parametrize("layout", [unpadded, between])
 @pytest.mark.parametrize("seed", range(12))
 def test_tokens_entries_and_rows_that_trained_tokens_depend_on_are_those_of_a_loop(layout, seed):
     """Sequences that verl cut have a route of their last token too; those that fill a batch up have none."""
@@ -89,7 +89,10 @@ def test_tokens_entries_and_rows_that_trained_tokens_depend_on_are_those_of_a_lo
         routed = telling_routes(tokens, rows=num_rows[int(tokens[0])])
         return np.concatenate([routed, np.full((len(tokens) - len(routed), 3, 2), rng.choice([0, -1]))])
 
-    batch = with_masks(layout(pairs, given), masks)
+    batch, trained = layout(pairs, given), nested(masks)
+    if not batch["response_mask"].is_nested:
+        trained = torch.nested.to_padded_tensor(trained, 0, batch["response_mask"].shape)
+    batch["response_mask"] = trained
     packed = PackedBatch({**batch, "tokens again": batch["responses"]})
     expected = [
         (s, p, token, p >= len(prompt), p >= len(prompt) and bool(masks[s][p - len(prompt)]))
@@ -122,12 +125,8 @@ def test_tokens_entries_and_rows_that_trained_tokens_depend_on_are_those_of_a_lo
         assert on_device(batch).equals(trace)
 
 
-def read_whole(batch):
-    return trace_of(batch, model=SPEC)
-
-
 def decode(batch):
-    trace = read_whole(batch)
+    trace = trace_of(batch, model=SPEC)
     require_routed(trace, batch)
     return trace
 
@@ -178,40 +177,19 @@ REFUSED = [
 def test_what_cannot_be_true_is_refused_on_the_host_and_alike_on_the_device(make, spoil, message):
     batch = make(sequences(3))
     spoil(batch)
-    for read in [read_whole] if make is padded else [decode, on_device]:
+    for read in [partial(trace_of, model=SPEC)] if make is padded else [decode, on_device]:
         with pytest.raises((CaptureError, ReplayError), match=message):
             read(batch)
 
 
 def test_top_1_routes_to_expert_0_are_refused_where_they_mean_absent_as_well():
     tokens = [np.arange(1, 5)]
-    rows = np.array([5, 6, 7, 0], np.int16).reshape(4, 1, 1)
-    read = lambda: trace_of({"input_ids": nested(tokens), "routed_experts": nested([rows])}, model=TOP_1)  # noqa: E731
+    rows, top_1 = np.array([5, 6, 7, 0], np.int16).reshape(4, 1, 1), RoutingSpec(64, 1, (RoutedLayer(0),))
+    read = lambda: trace_of({"input_ids": nested(tokens), "routed_experts": nested([rows])}, model=top_1)  # noqa: E731
     assert read().valid_N.tolist() == [1, 1, 1, 0]
     rows[1] = 0
     with pytest.raises(CaptureError, match=r"zeros.*position 1"):
         read()
-
-
-@EACH
-def test_what_the_field_cannot_hold_is_not_written(layout):
-    """The control: the trace itself goes in."""
-    pairs = sequences(3)
-    batch = layout(pairs)
-    trace = trace_of(batch, model=SPEC)
-    nothing = DecisionStream.absent(2**31 - 1, trace.num_rows, layers=[RoutedLayer(0)])
-    gap = dataclasses.replace(trace, valid_N=trace.valid_N & (np.arange(trace.num_rows) != 1))
-    for wrong, message in (
-        (trace.with_stream("indexer", nothing), "choices of indexers, and verl has no field"),
-        (gap, "sequence 0 has no route at position 1, and one behind it"),
-    ):
-        with pytest.raises(CaptureError, match=message):
-            routed_experts(wrong, batch)
-    routed_experts(trace, batch)
-    with pytest.raises(BatchMismatchError, match="another order"):
-        routed_experts(trace, layout(pairs[::-1]))
-    with pytest.raises(BatchMismatchError, match=r"trace.*3 sequences.*2"):
-        require_routed(trace, unpadded(sequences(2)))
 
 
 def test_the_mode_is_read_from_a_section_and_what_is_none_is_refused():

@@ -47,21 +47,14 @@ PATHS += [("patch", name) for name in SETTINGS if name != "FSDP2, fused"]  # who
 
 
 @pytest.fixture(scope="module")
-def found(folder):
-    """What ranks of our engine did."""
-    return run_each(2, "test_verl_ranks.train", folder, SETTINGS)
-
-
-@pytest.fixture(scope="module")
-def of_patch(folder, patched):
-    """What ranks of verl's own did."""
+def found(folder, patched):
+    """What ranks did, of our engine and of verl's own."""
     settings = {name: SETTINGS[name] for who, name in PATHS if who == "patch"}
-    return run_each(2, "verl_ranks.with_verl_of", patched, "test_verl_ranks.train", folder, settings, "verl")
-
-
-@pytest.fixture
-def runs(who, request):
-    return request.getfixturevalue({"ours": "found", "patch": "of_patch"}[who])
+    given = (patched, "test_verl_ranks.train", folder, settings, "verl")
+    return {
+        "ours": run_each(2, "test_verl_ranks.train", folder, SETTINGS),
+        "patch": run_each(2, "verl_ranks.with_verl_of", *given),
+    }
 
 
 @pytest.fixture(scope="module")
@@ -74,43 +67,45 @@ def exact(book):
     return book.exact()
 
 
-@pytest.mark.parametrize(("who", "name"), PATHS)
-def test_log_probs_are_those_of_one_process_on_the_same_routes(name, runs, exact):
-    log_probs, rounding = exact
-    for rank in runs[name]:
-        pairs = zip(rank["sequences"], rank["log_probs"], strict=True)
-        apart = [float((ours - log_probs[s]).abs().max()) for s, ours in pairs]
-        assert (max(apart) < 8 * rounding) == (name != CONTROL), (apart, rounding)
-
-
+@pytest.mark.shows("verl, FSDP engine", "FSDP1 and FSDP2, packed and padded batches, on two ranks")
+@pytest.mark.shows("verl, FSDP engine", "Ulysses sequence parallelism (flash attention is a stand-in)")
+@pytest.mark.shows("verl, FSDP engine", "`use_fused_kernels` (verl's kernels of torch)")
 @pytest.mark.shows("verl, FSDP engine", "activation checkpointing, `pad_to_length`")
 @pytest.mark.parametrize(("who", "name"), PATHS)
-def test_experts_are_given_the_routes_in_forward_and_recomputation(who, name, runs):
-    for rank in runs[name]:
-        # in two layers, of the update and of an old pass behind it
-        assert {*rank["calls"]} == {(4, name != CONTROL), (2, name != CONTROL)}
-        if who == "patch" and name != CONTROL:
+def test_routes_log_probs_and_weights_after_a_step_are_those_of_one_process(who, name, found, book, exact):
+    """Weights are held against float64. The control is off in all."""
+    replayed, (log_probs, rounding) = name != CONTROL, exact
+    wanted, before = book.descended(share=1 if "Ulysses" in name else 0.5)
+    step = max(float((before[key] - wanted[key]).abs().max()) for key in wanted)
+    for rank in found[who][name]:
+        # in two layers, of the update with its recomputation and of an old pass behind it
+        assert {*rank["calls"]} == {(4, replayed), (2, replayed)}
+        pairs = zip(rank["sequences"], rank["log_probs"], strict=True)
+        apart = [float((ours - log_probs[s]).abs().max()) for s, ours in pairs]
+        assert (max(apart) < 8 * rounding) == replayed, (apart, rounding)
+        assert rank["weights"].keys() == wanted.keys()
+        apart = max(float((rank["weights"][key].double() - wanted[key]).abs().max()) for key in wanted)
+        assert (apart < 1e-5 * step) == replayed, (apart, step)
+        if who == "patch" and replayed:
             assert min(rank["metrics"]["router_replay/native_disagreement"]) > 0.05
 
 
 @pytest.mark.parametrize("name", SETTINGS)
 def test_metrics_are_of_all_sequences(name, found, book):
-    metrics, others = (rank["metrics"] for rank in found[name])
+    metrics, others = (rank["metrics"] for rank in found["ours"][name])
     assert metrics == others
-    log_r = book.log_ratios()
-    assert (metrics["mismatch/k3"] == [pytest.approx(np.mean(np.exp(log_r) - 1 - log_r), rel=1e-3)]) == (
-        name != CONTROL
-    )
-    assert (metrics["mismatch/disagreement"] == [0.0]) == (name != CONTROL)
-    if name != CONTROL:
-        native, wanted = metrics["mismatch/native_disagreement"], found["FSDP2"][0]["metrics"]
+    log_r, replayed = book.log_ratios(), name != CONTROL
+    assert (metrics["mismatch/k3"] == [pytest.approx(np.mean(np.exp(log_r) - 1 - log_r), rel=1e-3)]) == replayed
+    assert (metrics["mismatch/disagreement"] == [0.0]) == replayed
+    if replayed:
+        native, wanted = metrics["mismatch/native_disagreement"], found["ours"]["FSDP2"][0]["metrics"]
         assert native == wanted["mismatch/native_disagreement"]
         assert native[0] > 0.05
 
 
 @pytest.mark.parametrize(("who", "name"), PATHS)
-def test_all_ranks_end_where_one_cannot_judge_or_has_no_routes(who, name, runs):
-    first, second = (rank["refused"] for rank in runs[name])
+def test_all_ranks_end_where_one_cannot_judge_or_has_no_routes(who, name, found):
+    first, second = (rank["refused"] for rank in found[who][name])
     if name == CONTROL:
         assert first is second is None
     elif who == "ours":
@@ -120,24 +115,11 @@ def test_all_ranks_end_where_one_cannot_judge_or_has_no_routes(who, name, runs):
         assert "missing 'routed_experts'" in first
 
 
-@pytest.mark.shows("verl, FSDP engine", "FSDP1 and FSDP2, packed and padded batches, on two ranks")
-@pytest.mark.shows("verl, FSDP engine", "Ulysses sequence parallelism (flash attention is a stand-in)")
-@pytest.mark.shows("verl, FSDP engine", "`use_fused_kernels` (verl's kernels of torch)")
-@pytest.mark.parametrize(("who", "name"), PATHS)
-def test_weights_are_those_of_one_process_in_float64_after_a_step(name, runs, book):
-    wanted, before = book.descended(share=1 if "Ulysses" in name else 0.5)
-    for rank in runs[name]:
-        assert rank["weights"].keys() == wanted.keys()
-        apart = max(float((rank["weights"][key].double() - wanted[key]).abs().max()) for key in wanted)
-        step = max(float((before[key] - wanted[key]).abs().max()) for key in wanted)
-        assert (apart < 1e-5 * step) == (name != CONTROL), (apart, step)
-
-
 @pytest.mark.shows("verl, FSDP engine", "R2")
 @pytest.mark.parametrize(("who", "metric"), [("ours", "mismatch"), ("patch", "router_replay")])
 @pytest.mark.parametrize("name", R2)
-def test_r2_records_whole_sequences_of_ranks_that_share_them(name, metric, runs, book):
-    for rank in runs[name]:
+def test_r2_records_whole_sequences_of_ranks_that_share_them(who, name, metric, found, book):
+    for rank in found[who][name]:
         assert np.array_equal(rank["recorded"], np.concatenate([book.native[s][0] for s in rank["sequences"]]))
         assert rank["calls"]
         assert all(each for _, each in rank["calls"])

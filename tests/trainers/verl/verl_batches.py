@@ -27,20 +27,18 @@ def sequences(count, seed=0):
     return [tuple(np.array([next(ids) for _ in range(n)]) for n in pair) for pair in lengths]
 
 
-def padded(pairs, routes=telling_routes, *, layers=3):
+def padded(pairs, routes=telling_routes):
     """A batch as verl's agent loop makes it: prompts padded on the left, responses on the right."""
-    width = PROMPT + RESPONSE
-    ids = torch.zeros(len(pairs), width, dtype=torch.int64)
-    mask, experts = torch.zeros_like(ids), torch.zeros(len(pairs), width, layers, 2, dtype=torch.int16)
-    response_mask = torch.zeros(len(pairs), RESPONSE, dtype=torch.int64)
-    for row, (prompt, response) in enumerate(pairs):
+    ids, mask, experts = [], [], []
+    for prompt, response in pairs:
         tokens = np.concatenate([prompt, response])
-        first = PROMPT - len(prompt)
-        columns = slice(first, first + len(tokens))
-        ids[row, columns], mask[row, columns] = torch.from_numpy(tokens), 1
-        given = torch.from_numpy(routes(tokens)).short()
-        experts[row, first : first + len(given)] = given
-        response_mask[row, : len(response)] = 1
+        given, width = routes(tokens), (PROMPT - len(prompt), RESPONSE - len(response))
+        ids.append(np.pad(tokens, width))
+        mask.append(np.pad(np.ones_like(tokens), width))
+        behind = PROMPT + RESPONSE - width[0] - len(given)
+        experts.append(np.pad(given, ((width[0], behind), (0, 0), (0, 0))))
+    ids, mask, experts = (torch.from_numpy(np.stack(rows)) for rows in (ids, mask, experts))
+    response_mask = mask[:, PROMPT:].clone()
     return {
         "input_ids": ids,
         "attention_mask": mask,
@@ -49,19 +47,15 @@ def padded(pairs, routes=telling_routes, *, layers=3):
         "responses": ids[:, PROMPT:],
         "response_mask": response_mask,
         "loss_mask": response_mask,
-        "routed_experts": experts,
+        "routed_experts": experts.short(),
     }
 
 
 def unpadded(pairs, routes=telling_routes):
     """The same without padding, in jagged nested tensors."""
     tokens = [np.concatenate(pair) for pair in pairs]
-    experts = []
-    for t in tokens:
-        rows = np.zeros((len(t), 3, 2), np.int16)
-        given = routes(t)
-        rows[: len(given)] = given
-        experts.append(rows)
+    given = [routes(t).astype(np.int16) for t in tokens]
+    experts = [np.pad(rows, ((0, len(t) - len(rows)), (0, 0), (0, 0))) for t, rows in zip(tokens, given, strict=True)]
     responses = [response for _, response in pairs]
     return {
         "input_ids": nested(tokens),
@@ -74,14 +68,3 @@ def unpadded(pairs, routes=telling_routes):
 
 def nested(arrays):
     return torch.nested.as_nested_tensor([torch.from_numpy(np.asarray(a)) for a in arrays], layout=torch.jagged)
-
-
-def require_told(trace, pairs):
-    """Every row of the trace is that of its token, its position and its sequence, and the last one is absent."""
-    assert len(trace) == len(pairs)
-    for s, pair in enumerate(pairs):
-        tokens = np.concatenate(pair)
-        assert np.array_equal(trace.tokens(s), tokens)
-        rows = slice(trace.offsets[s], trace.offsets[s + 1])
-        assert trace.valid_N[rows].tolist() == [True] * (len(tokens) - 1) + [False]
-        assert np.array_equal(trace.expert_ids_NLK[rows][:-1], telling_routes(tokens)[:, 1:])
