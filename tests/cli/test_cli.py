@@ -39,7 +39,9 @@ def test_version():
 
 def test_a_run_without_the_libraries_of_its_page_is_whole(tmp_path, monkeypatch):
     monkeypatch.setattr("foreroute.cli.terminal.DRAWN_WITH", ("no_such_library",))
-    result = foreroute("train", config_file(tmp_path, rl={"steps": 1}), "--folder", tmp_path / "run")
+    result = foreroute(
+        "train", config_file(tmp_path, rl={"steps": 1}, warm_start={"max_steps": 1}), "--folder", tmp_path / "run"
+    )
     assert "report      skipped: no_such_library not installed" in result.stdout
     assert not (tmp_path / "run" / "report.html").exists()
 

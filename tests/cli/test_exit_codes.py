@@ -102,16 +102,12 @@ def signalled(text, folder, number):
 
 
 def test_a_signal_ends_a_verb_in_one_line_and_leaves_nothing_behind(tmp_path):
-    ended = signalled(HANGING, tmp_path, signal.SIGINT)
-    assert ended == (130, "stopped: interrupted\n")
-    assert list(tmp_path.iterdir()) == [], "the temporary file is gone"
-
-
-def test_a_signal_whose_exception_python_drops_ends_a_verb_too(tmp_path):
-    """It drops what is raised in a destructor: there the signal comes, before the verb waits, or ends by itself."""
+    """Python drops what is raised in a destructor: there one comes too, before the verb waits, or ends by itself."""
     waits = "        time.sleep(60)\n"
     held = "        class Held:\n            def __del__(self): time.sleep(3)\n        Held()\n"
-    assert signalled(HANGING.replace(waits, held + waits), tmp_path, signal.SIGINT) == (130, "stopped: interrupted\n")
+    for text in (HANGING, HANGING.replace(waits, held + waits)):
+        assert signalled(text, tmp_path, signal.SIGINT) == (130, "stopped: interrupted\n")
+        assert list(tmp_path.iterdir()) == [], "the temporary file is gone"
     ended = signalled(HANGING.replace(waits, held), tmp_path, signal.SIGTERM)
     assert ended == (143, "stopped: ended by SIGTERM\n")
 
