@@ -30,12 +30,13 @@ class Result:
 
 
 def refused(message, *arguments, **options):
-    """It must end as a user's error does: in one message, and with exit code 2."""
+    """It must end as a user's error does: in one message, which is returned, and with exit code 2."""
     result = foreroute(*arguments, code=2, **options)
     assert result.stderr.startswith("error: ")
-    assert message in result.stderr.replace("\n", " ")
+    assert message in result.stderr
     assert "Traceback" not in result.stderr
     assert result.stdout == ""
+    return result.stderr
 
 
 def foreroute(*arguments, code=0, cwd=None, columns=120):

@@ -43,7 +43,8 @@ def test_what_is_wrong_or_missing_is_told_in_options_of_the_verb(folder, words, 
     (folder / "rows.npy").write_bytes(wires.npy(R.all_layers()))
     (folder / "more.json").write_text(json.dumps([[*R.tokens, 1, 2]]))
     before, (source, *options) = sorted(folder.rglob("*")), words.split()
-    refused(message, "convert", source, "out", "--model", "model", *options, cwd=folder, columns=400)
+    said = refused(message, "convert", source, "out", "--model", "model", *options, cwd=folder, columns=400)
+    assert said.count("\n") == 1
     assert sorted(folder.rglob("*")) == before
 
 
