@@ -386,10 +386,4 @@ def selective(model: nn.Module) -> None:
     checkpointed(False, model, context_fn=partial(create_selective_checkpoint_contexts, saved))
 
 
-OF_TRANSFORMERS = {
-    "full": partial(checkpointed, False),
-    "reentrant": partial(checkpointed, True),
-    "selective": selective,
-    "compiled": compiled,
-}
-"""What checkpoints a model of transformers, and what compiles it."""
+full, reentrant = partial(checkpointed, False), partial(checkpointed, True)

@@ -15,17 +15,20 @@ from torch.nn import functional
 from foreroute.core import AttachError, ReplayError, attach
 from tests.peers.comparing import (
     DEEPSEEK,
-    OF_TRANSFORMERS,
     QWEN,
     QWEN3,
     TOKENS,
     Kind,
     cells,
+    compiled,
+    full,
     ids_handed_to,
+    reentrant,
     replaced,
     require,
     run,
     seeded,
+    selective,
 )
 
 require("veomni")
@@ -109,16 +112,16 @@ def by_formula(**how):
     return lambda model, ids_LNK: replaced(model, ids_LNK=ids_LNK, **how)
 
 
-def kind(name, make, class_name, forced, **more):
-    handed = partial(ids_handed_to, class_name=class_name, argument=1)
-    return Kind(name, make, handed, forced, OF_TRANSFORMERS, **more)
+def handed(class_name):
+    return partial(ids_handed_to, class_name=class_name, argument=1)
 
 
+VARIANTS = {"full": full, "reentrant": reentrant, "selective": selective, "compiled": compiled}
 KINDS = [
-    kind("Qwen3-MoE", make_qwen3, "Qwen3MoeExperts", by_its_manager),
-    kind("Qwen3.5-MoE", make_qwen3_5, "Qwen3_5MoeExperts", by_its_manager, more=offsets),
-    kind("DeepSeek-V3", make_deepseek_v3, "DeepseekV3NaiveMoe", by_formula(**OF_DEEPSEEK)),
-    kind("gpt-oss", make_gpt_oss, "GptOssExperts", by_formula(**OF_GPT_OSS)),
+    Kind("Qwen3-MoE", make_qwen3, handed("Qwen3MoeExperts"), by_its_manager, VARIANTS),
+    Kind("Qwen3.5-MoE", make_qwen3_5, handed("Qwen3_5MoeExperts"), by_its_manager, VARIANTS, more=offsets),
+    Kind("DeepSeek-V3", make_deepseek_v3, handed("DeepseekV3NaiveMoe"), by_formula(**OF_DEEPSEEK), VARIANTS),
+    Kind("gpt-oss", make_gpt_oss, handed("GptOssExperts"), by_formula(**OF_GPT_OSS), VARIANTS),
 ]
 
 

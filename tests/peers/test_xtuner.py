@@ -13,16 +13,19 @@ from torch.nn import functional
 from foreroute.core import attach
 from tests.peers.comparing import (
     DEEPSEEK,
-    OF_TRANSFORMERS,
     SIZES,
     Kind,
     another_top_k,
     cells,
+    compiled,
+    full,
+    reentrant,
     replaced,
     require,
     rows_handed_to_each,
     run,
     seeded,
+    selective,
 )
 
 require("xtuner")
@@ -88,15 +91,13 @@ def by_formula(model, ids_LNK):
     return replaced(model, "MoEGate", ids_LNK, formula)
 
 
+VARIANTS = {"full": full, "reentrant": reentrant, "selective": selective, "compiled": compiled}
 KINDS = [
-    Kind(*each, OF_TRANSFORMERS)
-    for each in (
-        ("Mixtral", make_mixtral, of_mixtral, another_top_k),
-        ("Mixtral-shards", partial(make_mixtral, **SHARDS), handed_to_shards, another_top_k),
-        ("DeepSeek-V2", make_deepseek_v2, of_deepseek, another_top_k),
-        ("DeepSeek-V2-shards", partial(make_deepseek_v2, **SHARDS), handed_to_shards, another_top_k),
-        ("DeepSeek-V2-groups", partial(make_deepseek_v2, **GROUPS), of_deepseek, by_formula),
-    )
+    Kind("Mixtral", make_mixtral, of_mixtral, another_top_k, VARIANTS),
+    Kind("Mixtral-shards", partial(make_mixtral, **SHARDS), handed_to_shards, another_top_k, VARIANTS),
+    Kind("DeepSeek-V2", make_deepseek_v2, of_deepseek, another_top_k, VARIANTS),
+    Kind("DeepSeek-V2-shards", partial(make_deepseek_v2, **SHARDS), handed_to_shards, another_top_k, VARIANTS),
+    Kind("DeepSeek-V2-groups", partial(make_deepseek_v2, **GROUPS), of_deepseek, by_formula, VARIANTS),
 ]
 
 
