@@ -24,10 +24,24 @@ class Result:
     stdout: str
     stderr: str
 
+    @property
+    def said(self):
+        return " ".join(self.stdout.split())
 
-def foreroute(*arguments, cwd=None, columns=120):
-    """`foreroute ARGUMENTS`, started in a folder, at the width of a terminal."""
-    out, err, code = io.StringIO(), io.StringIO(), 0
+
+def refused(message, *arguments, **options):
+    """It must end as a user's error does: in one message, which is returned, and with exit code 2."""
+    result = foreroute(*arguments, code=2, **options)
+    assert result.stderr.startswith("error: ")
+    assert message in result.stderr
+    assert "Traceback" not in result.stderr
+    assert result.stdout == ""
+    return result.stderr
+
+
+def foreroute(*arguments, code=0, cwd=None, columns=120):
+    """`foreroute ARGUMENTS`, started in a folder, at the width of a terminal; it must end so, unless code is None."""
+    out, err, ended = io.StringIO(), io.StringIO(), 0
     command = ["foreroute", *map(str, arguments)]
     with (
         patch.object(sys, "argv", command),
@@ -39,5 +53,6 @@ def foreroute(*arguments, cwd=None, columns=120):
         try:
             main()
         except SystemExit as end:
-            code = end.code or 0
-    return Result(code, out.getvalue(), err.getvalue())
+            ended = end.code or 0
+    assert ended == code or code is None, out.getvalue() + err.getvalue()
+    return Result(ended, out.getvalue(), err.getvalue())

@@ -9,7 +9,7 @@ import pytest
 import foreroute as fr
 from foreroute.capture import load_generation
 from tests import wires
-from tests.cli.command import foreroute
+from tests.cli.command import foreroute, refused
 from tests.traces import random_trace
 
 R = wires.rollout(np.random.default_rng(0), experts=16, dense=1, layers=4)
@@ -26,37 +26,30 @@ def folder(tmp_path):
 
 
 def converted(folder, source="answer.json", target="out", *more, model="model"):
-    before = sorted(folder.rglob("*"))
-    result = foreroute("convert", folder / source, folder / target, "--model", folder / model, *more)
-    assert "Traceback" not in result.stderr
-    if result.returncode:
-        assert sorted(folder.rglob("*")) == before
-    return result
-
-
-def refused(folder, message, *args, **kwargs):
-    result = converted(folder, *args, **kwargs)
-    assert result.returncode == 2, result.stdout
-    assert message in result.stderr
-    assert result.stderr.count("\n") == 1
-    return result
+    return foreroute("convert", folder / source, folder / target, "--model", folder / model, *more)
 
 
 @pytest.mark.parametrize(
-    ("options", "message"),
+    ("words", "message"),
     [
-        (["--weight-version", "-2"], "weight_version is -2"),
-        (["--start", "3"], "has 11 rows for 12 tokens"),
-        (["--to", "generation"], "0 log-probs for"),
+        ("answer.json --weight-version -2", "weight_version is -2"),
+        ("answer.json --start 3", "has 11 rows for 12 tokens"),
+        ("answer.json --to generation", "0 log-probs for"),
+        ("rows.npy", "rows.npy: the output does not carry the tokens of sequence 0; pass token_ids=, prompt"),
+        ("rows.npy --tokens more.json", "Rows are missing: pass start= if the request skipped a known prefix"),
     ],
 )
-def test_options_are_checked(folder, options, message):
-    refused(folder, message, "answer.json", "out", *options)
+def test_what_is_wrong_or_missing_is_told_in_options_of_the_verb(folder, words, message):
+    (folder / "rows.npy").write_bytes(wires.npy(R.all_layers()))
+    (folder / "more.json").write_text(json.dumps([[*R.tokens, 1, 2]]))
+    before, (source, *options) = sorted(folder.rglob("*")), words.split()
+    said = refused(message, "convert", source, "out", "--model", "model", *options, cwd=folder, columns=400)
+    assert said.count("\n") == 1
+    assert sorted(folder.rglob("*")) == before
 
 
 def test_a_folder_says_which_layers_are_dense(folder):
     result = converted(folder, model=".")
-    assert result.returncode == 0, result.stderr
     assert "output of the form vllm" in result.stdout
     trace = fr.load(folder / "out")
     assert [layer.index for layer in trace.spec.layers] == [1, 2, 3, 4]
@@ -74,21 +67,13 @@ def test_weights_that_nobody_named_are_warned_of(folder):
     assert re.fullmatch(r"warning: \S+ was read without --weight-version, .*\n", result.stderr)
 
 
-def test_what_is_missing_is_told_in_options_of_the_verb(folder):
-    (folder / "rows.npy").write_bytes(wires.npy(R.all_layers()))
-    refused(folder, "rows.npy: the output does not carry the tokens of sequence 0; pass token_ids=, prompt", "rows.npy")
-    (folder / "tokens.json").write_text(json.dumps([[*R.tokens, 1, 2]]))
-    given = ("rows.npy", "out", "--tokens", folder / "tokens.json")
-    refused(folder, "Rows are missing: pass start= if the request skipped a known prefix", *given)
-
-
 def test_log_probs_are_kept_on_request(folder):
     answer = json.loads(wires.vllm_http(R))
     answer["choices"][0]["logprobs"] = {"token_logprobs": [-0.5] * len(R.response)}
     (folder / "answer.json").write_text(json.dumps(answer))
-    assert converted(folder, "answer.json", "kept", "--to", "generation").returncode == 0
+    converted(folder, "answer.json", "kept", "--to", "generation")
     generation = load_generation(folder / "kept")
     assert generation.logprobs_R.tolist() == [-0.5] * len(R.response)
-    assert foreroute("convert", folder / "kept", folder / "again", "--to", "generation").returncode == 0
+    foreroute("convert", folder / "kept", folder / "again", "--to", "generation")
     assert load_generation(folder / "again").trace.equals(generation.trace)
     assert "without its log-probs" in foreroute("convert", folder / "kept", folder / "routes").stdout

@@ -14,17 +14,14 @@ VERSION = 3
 
 
 @cache
-def generation(model, precision="float32", *, sequences=8, temperature=1.0, below=49, indexers=False, top_p=1.0):
+def generation(model, precision="float32", *, temperature=1.0, below=49, indexers=False):
     """Two responses to each of some prompts, sampled once for a model."""
     engine = EmbeddedEngine(model, precision, indexers=indexers)
     engine.load_weights(model.state_dict(), VERSION)
     rng = np.random.default_rng(0)
-    prompts = [rng.integers(1, below, n).astype(np.int32) for n in rng.integers(4, 10, sequences)]
-    return engine.generate(
-        prompts,
-        Sampling(group_size=2, max_new_tokens=16, end_token=below, temperature=temperature, top_p=top_p),
-        torch.Generator().manual_seed(0),
-    )
+    prompts = [rng.integers(1, below, n).astype(np.int32) for n in rng.integers(4, 10, 8)]
+    sampling = Sampling(group_size=2, max_new_tokens=16, end_token=below, temperature=temperature)
+    return engine.generate(prompts, sampling, torch.Generator().manual_seed(0))
 
 
 def shifted(good):

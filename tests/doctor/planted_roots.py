@@ -1,6 +1,7 @@
 """Engines that pick one wrong expert in each sequence, or have a router that is wrong, beside trainers of any depth."""
 
 import functools
+from contextlib import nullcontext
 
 import numpy as np
 import torch
@@ -11,7 +12,7 @@ from foreroute.core import attach
 from foreroute.engines.embedded import EmbeddedEngine
 from foreroute.trace import RoutingTrace
 
-EXPERTS, PICKS, VOCABULARY = 16, 4, 256
+EXPERTS, PICKS, VOCABULARY, SHAPE = 16, 4, 256, (8, 48)
 COMMON = {"vocab_size": VOCABULARY, "hidden_size": 64, "num_experts_per_tok": PICKS, "max_position_embeddings": 512}
 HEADS = {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16}
 SIZES = {
@@ -23,20 +24,20 @@ SPREAD = {"qwen3_moe": 0.1, "gpt_oss": 0.05}
 
 
 @functools.cache
-def trainer(family, depth, seed=0):
+def trainer(family, depth):
     """A model with random weights of a spread at which flips follow flips."""
     sizes = COMMON | SIZES[family] | {"num_hidden_layers": depth}
-    return hf.build_model(family, seed=seed, initializer_range=SPREAD[family], **sizes).eval()
+    return hf.build_model(family, seed=0, initializer_range=SPREAD[family], **sizes).eval()
 
 
 @torch.no_grad()
-def rollout(model, precision, *, plant=False, noisy=None, sequences=8, length=48, seed=0):
+def rollout(model, precision, *, plant=False, noisy=None):
     """A pass of the engine over random text, and where in each sequence it was made to swap a pick: (position, layer).
 
-    `noisy` is the layer whose router has noise of a tenth of its spread in the engine.
+    In the engine, the router of the layer `noisy` has noise of a tenth of its spread.
     """
-    draw = torch.Generator().manual_seed(seed)
-    tokens = torch.randint(0, VOCABULARY, (sequences, length), generator=draw)
+    draw, (sequences, length) = torch.Generator().manual_seed(0), SHAPE
+    tokens = torch.randint(0, VOCABULARY, SHAPE, generator=draw)
     engine = EmbeddedEngine(model, precision)._model
     if noisy is not None:
         router = engine.model.layers[noisy].mlp
@@ -44,16 +45,12 @@ def rollout(model, precision, *, plant=False, noisy=None, sequences=8, length=48
         weight += (0.1 * torch.randn(weight.shape, generator=draw) * weight.float().std()).to(weight.dtype)
     routed, places = attach(engine), []
 
-    def run(forced=None):
-        with routed.record() as recording:
-            if forced is None:
-                logits = engine(input_ids=tokens, use_cache=False).logits
-            else:
-                with routed.replay(forced):
-                    logits = engine(input_ids=tokens, use_cache=False).logits
+    def run(session):
+        with routed.record() as recording, session:
+            logits = engine(input_ids=tokens, use_cache=False).logits
         return logits.float().log_softmax(-1), recording.ids()[0].long()
 
-    logprobs_BTV, ids_BTLK = run()
+    logprobs_BTV, ids_BTLK = run(nullcontext())
     if plant:
         forced = torch.full_like(ids_BTLK, -1)
         for b in range(sequences):
@@ -64,7 +61,7 @@ def rollout(model, precision, *, plant=False, noisy=None, sequences=8, length=48
             row[0] = others[int(torch.randint(0, len(others), (), generator=draw))]
             forced[b, t, layer] = row
             places.append((t, layer))
-        logprobs_BTV, ids_BTLK = run(forced)
+        logprobs_BTV, ids_BTLK = run(routed.replay(forced))
     own = hf.attach(model)
     ids = [each[:-1].numpy().astype(own.spec.id_dtype) for each in ids_BTLK]
     scored = logprobs_BTV[:, :-1].gather(-1, tokens[:, 1:, None])[..., 0]

@@ -106,8 +106,6 @@ def test_roots_of_a_replayed_pass_have_shares_and_the_one_that_is_no_near_tie_is
     position = np.flatnonzero(attended[b]).tolist().index(t)
     assert (far.sequence, far.position, far.layer, far.deficit) == (b, position, layer, 9)
     assert "No near-tie: " in str([each.sentence for each in found.diagnosis.findings])
-    with pytest.raises(InputError, match="replayed_routes"):
-        fr.compare(trainer, engine, mask, **given, deficits=deficits)
 
 
 def test_a_defect_of_routes_is_named_from_arrays_alone():
@@ -202,6 +200,7 @@ def test_traces_have_the_figures_of_their_arrays_and_may_come_in_another_order()
         ({"engine_routes": None}, "routes are given of one side"),
         ({"engine_routes": np.zeros((2, 2))}, r"expected \[B, T, layers, picks\] of both"),
         ({"mask": np.zeros((40, 30)), "trainer_routes": None, "engine_routes": None}, "there is nothing to compare"),
+        ({"deficits": np.zeros(3)}, "replayed_routes"),
     ],
 )
 def test_what_cannot_be_compared_is_refused(changed, message):

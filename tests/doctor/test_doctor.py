@@ -26,24 +26,22 @@ def model():
     return tiny("qwen3_moe")
 
 
-@pytest.fixture(scope="module")
-def coarse(model):
-    """What a bfloat16 engine made, and what a trainer makes of it whose micro-steps hold less than some sequences."""
-    good = generation(model, "bfloat16")
-    assert good.trace.lengths.max() > 16 > good.trace.lengths.min()
-    return good, examine(model, good, micro_step_tokens=16)
-
-
-def test_fine_data_is_called_fine(model):
+def test_fine_data_is_called_fine_and_the_model_left_as_it_was(model):
+    before = {name: value.clone() for name, value in model.state_dict().items()}
     found = diagnosis(model, generation(model), expected_version=VERSION)
     assert found.worst is Severity.FINE
     assert found.headline.startswith("Fine: the engine is as close to the trainer as the trainer is to itself")
     assert "Replay is wired" in sentences(found, "wiring")
     assert "repeats itself bit for bit" in sentences(found, "trainer")
+    assert all(torch.equal(before[name], value) for name, value in model.state_dict().items())
 
 
-def test_a_bfloat16_engine_is_helped_by_a_stated_factor(coarse):
-    found = diagnose(coarse[1])
+@pytest.mark.usefixtures("unwired")
+def test_a_bfloat16_engine_is_helped_by_a_stated_factor(model):
+    """Also where micro-steps hold less than some sequences."""
+    good = generation(model, "bfloat16")
+    assert good.trace.lengths.max() > 16 > good.trace.lengths.min()
+    found = diagnosis(model, good, micro_step_tokens=16)
     gain = found.measures.gain
     assert gain > 3
     assert found.worst is Severity.NOTE
@@ -85,12 +83,6 @@ def test_a_trainer_with_dropout_left_on_does_not_repeat_itself(model):
     found = diagnosis(noisy, generation(model))
     assert "does not repeat itself" in sentences(found, "trainer")
     assert found.worst is Severity.PROBLEM, "the quick checks see it too"
-
-
-def test_the_quick_checks_leave_a_model_as_it_was(model):
-    before = {name: value.clone() for name, value in model.state_dict().items()}
-    examine(model, None)
-    assert all(torch.equal(before[name], value) for name, value in model.state_dict().items())
 
 
 @pytest.mark.slow

@@ -1,6 +1,4 @@
-"""What carries a mismatch: planted swaps and a wrong router are named, healthy batches are not accused, and layers,
-flips and tokens have the shares that exact replays of parts of the engine's routes give them.
-"""
+"""What carries a mismatch: planted swaps and a wrong router are named; shares are those of replays of some routes."""
 
 import itertools
 from dataclasses import replace

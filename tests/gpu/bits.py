@@ -41,17 +41,7 @@ REPEATS = 4
 
 @dataclass
 class Case:
-    """One family in one dtype.
-
-    Attributes:
-        family: its name.
-        dtype: of weights.
-        routed: the attached model.
-        untouched: the same model, which nobody attached.
-        on_host: the padded batch.
-        batch: the same on the device.
-        foreign: routes of the batch that the model would not take.
-    """
+    """One family in one dtype: a model attached and the same that is not, a padded batch, routes of another model."""
 
     family: str
     dtype: torch.dtype
@@ -136,10 +126,9 @@ def deterministic():
 
 
 def require_native_bits(case, run=step):
-    """Replaying its own routes, and recording them, changes no bit of logits and gradients.
+    """Replaying its own routes, and recording them, changes no bit that the unpatched model repeats.
 
-    Bits that the unpatched model does not repeat are held against nobody. They are compared again with deterministic
-    algorithms; where it does not repeat them there either, the test is skipped.
+    Where it repeats only some, all are compared with deterministic algorithms; the test is skipped if some are left.
     """
     if not _unsteady(case, run):
         return
@@ -169,20 +158,10 @@ def _unsteady(case, run):
 
 
 def require_obeyed(case, run=step, precision=None):
-    """Foreign routes are what the experts run, weighed by live logits. Returns the bits of the run.
-
-    The ids that the experts of each layer are given are those of the trace, and their weights those of the family's
-    formula. What the last layer's experts returned is compared with a copy of them on the host, in float64.
-
-    Args:
-        case: the model.
-        run: a forward, at least.
-        precision: in which it computes, where that is not the model's dtype.
-    """
+    """Foreign routes are what the experts run, weighed by live logits. Autocast may change the precision."""
     with case.routed.replay(case.foreign), given_to_experts(case) as given:
-        bits = run(case.routed.model, case.batch)
+        run(case.routed.model, case.batch)
     require_given(case, *given, precision=precision)
-    return bits
 
 
 @contextmanager
@@ -201,7 +180,7 @@ def given_to_experts(case):
 
 
 def require_given(case, calls, of_experts, *, precision=None):
-    """What `given_to_experts` noted of one forward, or of a recomputation, where it noted no outputs."""
+    """What `given_to_experts` noted: the trace's ids, weights by the family's formula, and outputs as in float64."""
     trace, kept_R, precision = case.foreign, case.kept_R, precision or case.dtype
     assert len(calls) == trace.spec.num_layers
     for layer, call in enumerate(calls):

@@ -1,7 +1,4 @@
-"""`torch.compile` on the device: graphs obey every trace, and those that torch captures take the routes of a pass.
-
-A CUDA graph keeps addresses. Captures in a session are refused: tests/adapters/hf/test_on_devices.py.
-"""
+"""`torch.compile` on the device: graphs obey every trace, and those that torch captures take the routes of a pass."""
 
 import copy
 import importlib.util

@@ -61,23 +61,6 @@ def test_foreign_routes_are_obeyed(case, experts):
 @pytest.mark.parametrize("use_reentrant", [True, False])
 def test_foreign_routes_are_obeyed_in_recomputation(case, use_reentrant):
     """With the backward outside of the session."""
-    require_checkpointing(case, use_reentrant)
-
-
-def in_autocast(model, batch):
-    with torch.autocast(batch["input_ids"].device.type, torch.bfloat16):
-        done = bits.forward(model, batch)
-    return bits.backward(model, done)
-
-
-@pytest.mark.gpu
-def test_routes_are_obeyed_in_mixed_precision(device):
-    case = Case.of("qwen3_moe", device, torch.float32)
-    bits.require_native_bits(case, in_autocast)
-    bits.require_obeyed(case, in_autocast, torch.bfloat16)
-
-
-def require_checkpointing(case, use_reentrant):
     routed, batch = case.routed, case.batch
     with routed.replay(case.foreign):
         plain = bits.step(routed.model.train(), batch)
@@ -100,6 +83,19 @@ def require_checkpointing(case, use_reentrant):
         assert all(bits.distance(ours[name], plain[name]) < 2e-2 for name in changed)
 
 
+def in_autocast(model, batch):
+    with torch.autocast(batch["input_ids"].device.type, torch.bfloat16):
+        done = bits.forward(model, batch)
+    return bits.backward(model, done)
+
+
+@pytest.mark.gpu
+def test_routes_are_obeyed_in_mixed_precision(device):
+    case = Case.of("qwen3_moe", device, torch.float32)
+    bits.require_native_bits(case, in_autocast)
+    bits.require_obeyed(case, in_autocast, torch.bfloat16)
+
+
 def checkpoint(model, use_reentrant):
     try:
         checkpointed_by_library(model.train(), {"use_reentrant": use_reentrant})
@@ -120,8 +116,7 @@ def changed_without_replay(case, use_reentrant):
 
 
 @pytest.mark.parametrize(
-    ("sabotage", "check"),
-    [(rows_one_off, bits.require_obeyed), (routers_without_gradient, bits.require_native_bits)],
+    ("sabotage", "check"), [(rows_one_off, bits.require_obeyed), (routers_without_gradient, bits.require_native_bits)]
 )
 def test_broken_replay_fails(monkeypatch, sabotage, check):
     case = Case.of("qwen3_moe", torch.device("cpu"), torch.float32)

@@ -86,11 +86,7 @@ def bits_of(bench, run):
 
 @contextmanager
 def sorted_picks():
-    """Routers of Megatron-Core 0.19 ask for picks in order of their scores in a forward with gradients alone.
-
-    On a GPU the unpatched model then sums the scores of a row in one order in its forward and in another in its
-    recomputation, and so has other bits in the two. Replay repeats the order of the forward.
-    """
+    """On a GPU Megatron-Core 0.19 sorts picks in forwards with gradients alone, and recomputes other bits."""
     top_k = torch.topk
 
     def in_order(*args, **kwargs):
@@ -102,7 +98,10 @@ def sorted_picks():
 
 def require_obeyed(bench):
     """Every router picks, for every token, the experts of routes that are not its own."""
-    foreign = [other_routes(trace, seed) for seed, trace in enumerate(bench.traces)]
+    foreign = []
+    for seed, trace in enumerate(bench.traces):
+        found = synthetic_trace(trace.spec, trace.lengths.tolist(), seed=seed, complete=True)
+        foreign.append(replace(found, token_ids_N=trace.token_ids_N))
     with picks(bench) as picked:
         bench.replayed(traces=foreign)()
     for layer, maps in enumerate(picked):
@@ -112,11 +111,6 @@ def require_obeyed(bench):
             own_NE, wanted_NE = (as_map(traces[number // runs], layer) for traces in (bench.traces, foreign))
             assert not np.array_equal(own_NE, wanted_NE), "the foreign routes are the model's own"
             assert np.array_equal(picked_NE, wanted_NE), f"routed layer {layer}: tokens went elsewhere"
-
-
-def other_routes(trace, seed):
-    found = synthetic_trace(trace.spec, trace.lengths.tolist(), seed=seed, complete=True)
-    return replace(found, token_ids_N=trace.token_ids_N)
 
 
 def as_map(trace, layer):

@@ -96,10 +96,6 @@ def check_fsdp(device):
     assert not torch.equal(bits.logits_of(model, case.batch), expected["logits"]), "the control"
 
 
-def test_fsdp_on_one_rank(one):
-    one(check_fsdp)
-
-
 def check_copies(device):
     """A burst fills its slots with the experts that were asked for, and no others, from page-locked memory."""
     with HostPath.opened(device) as path:
@@ -114,10 +110,6 @@ def check_copies(device):
                 wanted[:size] = path.home[name][:size].flip(0)
                 wrong = (slots != wanted).flatten(1).any(1).nonzero().flatten().tolist()
                 assert not wrong, f"a burst of {size} experts: slots {wrong} of {name} hold other bytes"
-
-
-def test_experts_arrive_whole_in_their_slots(one):
-    one(check_copies)
 
 
 def bench_on(device, dtype=torch.float32):
@@ -175,15 +167,16 @@ def distance(found, expected):
 
 
 def check_one_rank(device):
-    """In bfloat16 it may be as far from float32 as twice the model alone is."""
+    """Under a plan it is the model alone; in bfloat16 it may be as far from float32 as twice that is."""
     exact = alone(1, device)
     assert distance(step_under(bench_on(device), 0), exact) < CLOSE
     own = distance(alone(1, device, torch.bfloat16), exact)
     assert distance(step_under(bench_on(device, torch.bfloat16), 0), exact) < 2 * own
 
 
-def test_one_rank_under_a_plan_is_the_model_alone(one):
-    one(check_one_rank)
+@pytest.mark.parametrize("check", [check_fsdp, check_copies, check_one_rank])
+def test_on_one_rank(one, check):
+    one(check)
 
 
 @pytest.mark.exhaustive  # on a CPU tests/ep/test_replicas.py has it by day

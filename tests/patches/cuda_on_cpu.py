@@ -77,12 +77,10 @@ def flash_attn():
     """The modules of flash-attn, without what packs or attends."""
     import transformers  # noqa: F401  it asks whether flash-attn is installed, once
 
-    package, bert_padding = types.ModuleType("flash_attn"), types.ModuleType("flash_attn.bert_padding")
-    package.__spec__ = importlib.machinery.ModuleSpec("flash_attn", None)
-    package.__path__ = []
+    names = ("flash_attn", "flash_attn.bert_padding", "flash_attn.utils", "flash_attn.utils.distributed")
+    package, bert_padding, _, distributed = modules = [types.ModuleType(name) for name in names]
+    package.__spec__, package.__path__ = importlib.machinery.ModuleSpec("flash_attn", None), []
     bert_padding.unpad_input = bert_padding.pad_input = None
     bert_padding.index_first_axis = bert_padding.rearrange = None
-    utils, distributed = types.ModuleType("flash_attn.utils"), types.ModuleType("flash_attn.utils.distributed")
     distributed.all_gather = None
-    modules = (package, bert_padding, utils, distributed)
-    sys.modules |= {module.__name__: module for module in modules}
+    sys.modules |= dict(zip(names, modules, strict=True))

@@ -1,12 +1,9 @@
-"""The oracle of the patches: what experts were really given.
-
-Nothing here asks foreroute.
-"""
-
-from contextlib import contextmanager
+"""What the patches are tried on: a tiny policy, and an engine of it that routes otherwise."""
 
 import torch
 from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
+
+from tests.trainers.given_experts import watched
 
 
 def tiny(seed=0, vocab_size=64):
@@ -20,48 +17,30 @@ def tiny(seed=0, vocab_size=64):
     )
 
 
-@contextmanager
-def watched(model):
-    """Every forward with gradients: a list that gets [N, K] of each call of experts, layer after layer."""
-    given = []
-    all_experts = [m for m in model.modules() if type(m).__name__ == "Qwen3MoeExperts"]
-    handles = [
-        experts.register_forward_pre_hook(lambda _, args: given.append(args[1].detach().clone()))
-        for experts in all_experts
-    ]
-    yield given
-    for handle in handles:
-        handle.remove()
-
-
-def differing(given, routes_BTLK, mask_BT):
-    """How many rows experts were given, of those with a route, and how many of them went to other sets.
-
-    Args:
-        given: [N, K] of each layer, in one forward or several.
-        routes_BTLK: -1 where there is no route.
-    """
-    rows = others = 0
-    layers = routes_BTLK.shape[2]
-    assert given
-    assert len(given) % layers == 0
-    for call, ids in enumerate(given):
-        wanted = routes_BTLK[:, :, call % layers].flatten(0, 1).long()
-        known = (wanted >= 0).all(-1) & mask_BT.flatten().bool()
-        rows += int(known.sum())
-        others += int((ids[known].sort(-1).values != wanted[known].sort(-1).values).any(-1).sum())
-    return rows, others
-
-
 @torch.no_grad()
-def routed_by(engine, sequences, noise=0.05):
-    """Routes [T - 1, L, K] of each sequence by an engine, a copy of the policy whose routers are made a little off."""
+def put_off(engine, noise=0.05):
+    """Make the routers of an engine, a copy of the policy, a little off."""
     generator = torch.Generator().manual_seed(0)
     for router in (m for m in engine.modules() if type(m).__name__ == "Qwen3MoeTopKRouter"):
         router.weight.data += noise * torch.randn(router.weight.shape, generator=generator).to(router.weight.dtype)
-    routes = []
-    for tokens in sequences:
-        with watched(engine) as given:
+    return engine
+
+
+@torch.no_grad()
+def routed_by(engine, sequences):
+    """Routes [T - 1, L, K] of each sequence by an engine, which is put off."""
+    with watched(put_off(engine)) as forwards:
+        for tokens in sequences:
             engine(input_ids=torch.tensor([tokens[:-1]]), use_cache=False)
-        routes.append(torch.stack(given, 1))
-    return routes
+    return [torch.from_numpy(forward.ids_LRK().transpose(1, 0, 2)) for forward in forwards]
+
+
+def require_followed(found, rows, replays, disagreement):
+    """Of (rows, those that went to other experts): all rows are followed, or without replay, the control, too few."""
+    assert found[0] == rows
+    if replays:
+        assert found[1] == 0
+        assert 0.02 < disagreement < 0.6
+    else:
+        assert found[1] > 0.02 * rows
+        assert disagreement is None

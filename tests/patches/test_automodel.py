@@ -1,7 +1,4 @@
-"""The patch for NeMo Automodel's recipe, applied to the released package: it trains on the routes in its batches.
-
-The recipe is theirs from configuration to optimizer.
-"""
+"""The patch for NeMo Automodel's recipe, applied to the released package: it trains on the routes in its batches."""
 
 import os
 import sys
@@ -17,7 +14,8 @@ os.environ["TORCH_COMPILE_DISABLE"] = "1"  # which takes half a minute for its e
 
 
 from tests.patches import cuda_on_cpu
-from tests.patches.forced import differing, routed_by, tiny
+from tests.patches.forced import require_followed, routed_by, tiny
+from tests.trainers.given_experts import Forward, differing
 
 PATCH = "automodel/upstream/rollout_replay.patch"
 STEPS, LENGTHS = 4, [12, 9, 11, 7]  # of four sequences a step, in two micro-batches
@@ -56,21 +54,13 @@ class Rollouts(torch.utils.data.Dataset):
         routes = routed_by(tiny().bfloat16(), [tokens.tolist() for tokens in self.tokens])
         # none of the last token, for which engines leave zeros
         self.routes = [torch.cat([ids, torch.zeros(1, 3, 2, dtype=ids.dtype)]) for ids in routes]
-        self.known = {tuple(tokens.tolist()): ids for tokens, ids in zip(self.tokens, routes, strict=True)}
+        self.known = {tuple(tokens.tolist()): ids.numpy() for tokens, ids in zip(self.tokens, routes, strict=True)}
 
     def __len__(self):
         return len(self.tokens)
 
     def __getitem__(self, place):
         return {"input_ids": self.tokens[place], "routed_experts": self.routes[place]}
-
-    def wanted(self, tokens, mask):
-        """[B, T, L, K] of a batch, -1 where there is no route."""
-        found = torch.full((*tokens.shape, 3, 2), -1)
-        for row, ids, real in zip(found, tokens, mask.bool(), strict=True):
-            routes = self.known[tuple(ids[real].tolist())]
-            row[: len(routes)] = routes
-        return found
 
 
 def collate(examples):
@@ -89,6 +79,12 @@ def recipe(automodel, checkpoint, tmp_path, rollouts, replay):
     sys.modules["rollouts"] = module = type(sys)("rollouts")
     module.make, module.collate = (lambda **_: rollouts), collate
     parts = dict.fromkeys(("linear", "rms_norm", "experts", "dispatcher"), "torch")
+    backend = {
+        "_target_": "nemo_automodel.components.models.common.BackendConfig",
+        "attn": "sdpa",
+        "rope_fusion": False,
+    }
+    loader = {"_target_": "torchdata.stateful_dataloader.StatefulDataLoader", "collate_fn": "rollouts.collate"}
     config = {
         "dist_env": {"backend": "gloo"},
         "step_scheduler": {"global_batch_size": 4, "local_batch_size": 2, "num_epochs": 1, "max_steps": STEPS},
@@ -96,22 +92,13 @@ def recipe(automodel, checkpoint, tmp_path, rollouts, replay):
             "_target_": "nemo_automodel.NeMoAutoModelForCausalLM.from_pretrained",
             "pretrained_model_name_or_path": str(checkpoint),
             "torch_dtype": "float32",
-            "backend": {
-                "_target_": "nemo_automodel.components.models.common.BackendConfig",
-                "attn": "sdpa",
-                "rope_fusion": False,
-                **parts,
-            },
+            "backend": backend | parts,
         },
         "distributed": {"strategy": "fsdp2", "dp_size": 1, "activation_checkpointing": False},
         "checkpoint": {"enabled": False, "checkpoint_dir": str(tmp_path)},
         "loss_fn": {"_target_": "nemo_automodel.components.loss.masked_ce.MaskedCrossEntropy"},
         "dataset": {"_target_": "rollouts.make"},
-        "dataloader": {
-            "_target_": "torchdata.stateful_dataloader.StatefulDataLoader",
-            "collate_fn": "rollouts.collate",
-            "shuffle": False,
-        },
+        "dataloader": loader | {"shuffle": False},
         "optimizer": {"_target_": "torch.optim.AdamW", "lr": 1e-3, "foreach": False},
         "rollout_replay": replay,
     }
@@ -120,36 +107,33 @@ def recipe(automodel, checkpoint, tmp_path, rollouts, replay):
     return made
 
 
-def trained(made, rollouts):
-    """Rows with a route, those that went to others, and the metrics."""
+def trained(made):
+    """What experts were given, and the metrics."""
     [model] = made.model_parts
-    steps, given, metrics = [], [], []
+    forwards, metrics = [], []
+
+    def begin(_, args, kwargs):
+        forwards.append(Forward(kwargs["input_ids"], kwargs["attention_mask"]))
+
+    model.register_forward_pre_hook(begin, with_kwargs=True)
     experts = [m for m in model.modules() if type(m).__name__ == "GroupedExperts"]
-    handles = [m.register_forward_pre_hook(lambda _, args: given.append(args[3].detach().clone())) for m in experts]
-    note = lambda _, args, kwargs: steps.append((kwargs["input_ids"], kwargs["attention_mask"]))  # noqa: E731
-    handles.append(model.register_forward_pre_hook(note, with_kwargs=True))
+    for layer, module in enumerate(experts):
+
+        def note(_, args, layer=layer):
+            forwards[-1].calls.append((layer, args[3].detach().numpy().copy()))
+
+        module.register_forward_pre_hook(note)
     made.log_train_metrics = lambda sample: metrics.append(sample.metrics)
     made.run_train_validation_loop()
-    for handle in handles:
-        handle.remove()
-    assert len(given) == 3 * len(steps)
-    rows = others = 0
-    for at, (tokens, mask) in enumerate(steps):
-        row, other = differing(given[3 * at : 3 * at + 3], rollouts.wanted(tokens, mask), mask)
-        rows, others = rows + row, others + other
-    return rows, others, metrics
+    return forwards, metrics
 
 
 @pytest.mark.parametrize("replay", [True, False])
 def test_four_steps_on_the_routes_of_the_rollout(replay, automodel, checkpoint, tmp_path):
     rollouts = Rollouts()
     made = recipe(automodel, checkpoint, tmp_path, rollouts, replay)
-    rows, others, metrics = trained(made, rollouts)
-    assert (rows, len(metrics)) == (STEPS * ROWS, STEPS)
+    forwards, metrics = trained(made)
+    assert len(metrics) == STEPS
     disagreements = [each.get("rollout_replay/native_disagreement") for each in metrics]
-    if replay:
-        assert others == 0
-        assert all(0.02 < each < 0.6 for each in disagreements)
-    else:  # the control
-        assert others > 0.02 * rows
-        assert disagreements == [None] * STEPS
+    for disagreement in disagreements:
+        require_followed(differing(forwards, rollouts.known), STEPS * ROWS, replay, disagreement)

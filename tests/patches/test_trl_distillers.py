@@ -19,9 +19,8 @@ from trl.trainer import distillation_trainer
 
 from examples.trl import distill_r3
 from examples.trl.tiny import chat_tokenizer, policy
-from tests.patches.forced import watched
-from tests.trainers import given_experts
-from tests.trainers.given_experts import differing, drawn_anew
+from tests.patches.forced import put_off
+from tests.trainers.given_experts import differing, drawn_anew, watched
 from tests.trainers.trl import vllm_fakes
 
 
@@ -53,17 +52,18 @@ def writing_down(model, known):
     sample = model.generate
 
     def generate(input_ids, attention_mask, **kwargs):
-        with watched(model) as given:
+        with watched(model) as forwards:
             output = sample(input_ids=input_ids, attention_mask=attention_mask, **kwargs)
-        layers = [[ids.unflatten(0, (len(input_ids), -1)) for ids in given[at::3]] for at in range(3)]
         # along a cache the forwards are parts, without one the last has all of it
-        routes = torch.stack([torch.cat(each, 1) if each[-1].shape[1] == 1 else each[-1] for each in layers], 2)
+        parts = forwards if forwards[-1].ids.shape[1] == 1 else forwards[-1:]
+        shaped = [part.ids_LRK().transpose(1, 0, 2).reshape(*part.ids.shape, 3, -1) for part in parts]
+        routes = np.concatenate(shaped, axis=1)
         all_tokens = output if isinstance(output, torch.Tensor) else output.sequences
         for prompt_mask, tokens, ids in zip(attention_mask.bool(), all_tokens, routes, strict=True):
             first = int(prompt_mask.int().argmax())
             ends = (tokens[len(prompt_mask) :] == 1).nonzero()[:1].flatten()
             last = len(prompt_mask) + int(ends[0]) + 1 if len(ends) else len(tokens)
-            known[tuple(tokens[first:last].tolist())] = ids[first : last - 1].numpy()
+            known[tuple(tokens[first:last].tolist())] = ids[first : last - 1]
         return output
 
     model.generate = generate
@@ -79,10 +79,7 @@ class Engine:
     def __call__(self, model):
         engine = policy().bfloat16()
         engine.load_state_dict(model.state_dict())
-        generator = torch.Generator().manual_seed(0)
-        for router in (m for m in engine.modules() if type(m).__name__ == "Qwen3MoeTopKRouter"):
-            router.weight.data += 0.05 * torch.randn(router.weight.shape, generator=generator).bfloat16()
-        return writing_down(engine, self.known)
+        return writing_down(put_off(engine), self.known)
 
 
 class Native(distill_r3.GKDTrainer):
@@ -105,7 +102,7 @@ def test_gkd_trains_the_student_on_the_routes_of_its_rollout(kind, tmp_path):
         train_dataset=Dataset.from_dict({"messages": chats}),
         samples_for=Engine(routes),
     )
-    with given_experts.watched(model) as forwards:
+    with watched(model) as forwards:
         trainer.train()
     require_followed(forwards, routes, kind is not Native)
 
@@ -131,7 +128,7 @@ def test_distillation_trains_on_the_routes_that_vllm_returned(tmp_path, monkeypa
             processing_class=chat_tokenizer(),
             train_dataset=Dataset.from_dict({"prompt": TEXTS}),
         )
-        with given_experts.watched(model) as forwards:
+        with watched(model) as forwards:
             trainer.train()
         require_followed(forwards, known, kind is distill_r3.DistillationTrainer)
 

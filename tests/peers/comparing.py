@@ -1,8 +1,5 @@
 """The checks that every kind of model of a peer passes, each against something that the core has no part in.
 
-What experts were handed is read by hooks of this file, and the same routes are forced once more by other means: the
-peer's own seam for replay, its formula written down again, or another `torch.topk`.
-
 Letters: B, T rows and positions of a batch, N = B T, L routers, K picks, E experts.
 """
 
@@ -35,6 +32,23 @@ SIZES = {
     "pad_token_id": None,
 }
 """Of configurations of transformers."""
+QWEN = SIZES | {"intermediate_size": 32, "num_key_value_heads": 2, "head_dim": 8, "tie_word_embeddings": False}
+QWEN3 = QWEN | {"num_experts": EXPERTS, "moe_intermediate_size": 16, "norm_topk_prob": True}
+DEEPSEEK = SIZES | {
+    "num_hidden_layers": 4,
+    "num_key_value_heads": 4,
+    "n_routed_experts": EXPERTS,
+    "moe_intermediate_size": 16,
+    "n_shared_experts": 1,
+    "first_k_dense_replace": 1,
+    "q_lora_rank": None,
+    "kv_lora_rank": 16,
+    "qk_nope_head_dim": 8,
+    "qk_rope_head_dim": 8,
+    "v_head_dim": 8,
+    "norm_topk_prob": True,
+}
+"""Three layers have experts."""
 B, T = 2, 10
 # the first tokens differ: two sequences that begin alike give experts equal rows
 TOKENS, OTHER_TOKENS = (
@@ -329,12 +343,47 @@ def replaced(model: nn.Module, class_name: str, ids_LNK: Tensor, formula: Callab
             delattr(router, method)
 
 
+class Stack(nn.Module):
+    """Blocks of a peer in a decoder of ours, each as the attribute `name` of its layer."""
+
+    def __init__(self, name: str, blocks: list[nn.Module]) -> None:
+        super().__init__()
+        self.embed_tokens = nn.Embedding(VOCAB, DIM)
+        self.layers = nn.ModuleDict({str(number): Layer(name, block) for number, block in enumerate(blocks)})
+        self.lm_head = nn.Linear(DIM, VOCAB, bias=False)
+
+    def forward(self, **given: Tensor) -> Tensor:
+        [tokens] = given.values()
+        h = self.embed_tokens(tokens)
+        for layer in self.layers.values():
+            h = layer(h)
+        return self.lm_head(h)
+
+
+class Layer(nn.Module):
+    def __init__(self, name: str, block: nn.Module) -> None:
+        super().__init__()
+        self.name, self.norm = name, nn.RMSNorm(DIM)
+        self.add_module(name, block)
+
+    def forward(self, h: Tensor) -> Tensor:
+        h = h + (h.float().cumsum(1) / (1 + torch.arange(h.shape[1]))[:, None]).to(h.dtype)
+        return h + getattr(self, self.name)(self.norm(h))
+
+
+def compiled(model: nn.Module) -> None:
+    for layer in getattr(model, "model", model).layers.children():
+        layer.compile(backend="aot_eager")
+
+
 def checkpointed(use_reentrant: bool, model: nn.Module, **how: Any) -> None:
-    """As transformers has it."""
     model.gradient_checkpointing_enable({"use_reentrant": use_reentrant, **how})
 
 
-def selective(model: nn.Module, *, saves_top_k: bool = True) -> None:
-    """Saves products of matrices and choices."""
-    saved = [torch.ops.aten.mm.default, *([torch.ops.aten.topk.default] if saves_top_k else [])]
+def selective(model: nn.Module) -> None:
+    """Saves products, and not what a top-k gave: routers of Qwen and Mixtral normalise it in place."""
+    saved = [torch.ops.aten.mm.default]
     checkpointed(False, model, context_fn=partial(create_selective_checkpoint_contexts, saved))
+
+
+full, reentrant = partial(checkpointed, False), partial(checkpointed, True)

@@ -5,22 +5,13 @@ The routes are forced a second time by automodel's own seam for replay, a handle
 
 from contextlib import contextmanager
 from functools import partial
+from types import SimpleNamespace
 
 import pytest
 import torch
-from torch import nn
 
 from foreroute.core import attach
-from tests.peers.comparing import (
-    DIM,
-    VOCAB,
-    Kind,
-    cells,
-    ids_handed_to,
-    require,
-    run,
-    seeded,
-)
+from tests.peers.comparing import DIM, QWEN3, Kind, Stack, cells, compiled, ids_handed_to, require, run, seeded
 
 require("nemo-automodel")
 
@@ -32,29 +23,13 @@ from nemo_automodel.components.moe.parallelizer import apply_ac
 from transformers import Qwen3MoeConfig
 
 
-def backend(**changes):
-    names = ("attn", "linear", "rms_norm", "experts", "dispatcher")
-    values = ("sdpa", "torch", "torch", "torch", "torch")
-    return BackendConfig(rope_fusion=False, **dict(zip(names, values, strict=True)), **changes)
+def backend():
+    parts = dict.fromkeys(("linear", "rms_norm", "experts", "dispatcher"), "torch")
+    return BackendConfig(rope_fusion=False, attn="sdpa", **parts)
 
 
 def make_qwen3():
-    config = Qwen3MoeConfig(
-        vocab_size=VOCAB,
-        hidden_size=DIM,
-        intermediate_size=32,
-        moe_intermediate_size=16,
-        num_hidden_layers=3,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=8,
-        num_experts=8,
-        num_experts_per_tok=3,
-        norm_topk_prob=True,
-        tie_word_embeddings=False,
-        max_position_embeddings=64,
-        router_aux_loss_coef=0.0,
-    )
+    config = Qwen3MoeConfig(**QWEN3, router_aux_loss_coef=0.0)
     config.torch_dtype = torch.float32
     with pytest.MonkeyPatch.context() as patch:  # the file names a GPU in so many words
         rotary = qwen3_moe.RotaryEmbedding
@@ -62,31 +37,6 @@ def make_qwen3():
         on_cpu = {"device": torch.device("cpu")}
         patch.setattr(qwen3_moe, "RotaryEmbedding", lambda **given: rotary(**{**given, **on_cpu}))
         return seeded(qwen3_moe.Qwen3MoeForCausalLM(config, backend=backend()))
-
-
-class Stack(nn.Module):
-    def __init__(self, config, backend):
-        super().__init__()
-        self.config = type("Config", (), {"hidden_size": DIM, "num_experts": config.n_routed_experts})()
-        self.embed_tokens = nn.Embedding(VOCAB, DIM)
-        self.layers = nn.ModuleDict({str(number): Layer(config, backend) for number in range(3)})
-        self.lm_head = nn.Linear(DIM, VOCAB, bias=False)
-
-    def forward(self, input_ids):
-        h = self.embed_tokens(input_ids)
-        for layer in self.layers.values():
-            h = layer(h)
-        return self.lm_head(h)
-
-
-class Layer(nn.Module):
-    def __init__(self, config, backend):
-        super().__init__()
-        self.norm, self.mlp = nn.RMSNorm(DIM), MoE(config, backend)
-
-    def forward(self, h):
-        h = h + h.cumsum(1) / (1 + torch.arange(h.shape[1]))[:, None]
-        return h + self.mlp(self.norm(h))
 
 
 SIZES = {
@@ -108,8 +58,11 @@ SIZES = {
 }
 
 
-def make_stack(changes=None, **gate):
-    return seeded(Stack(MoEConfig(**{**SIZES, **gate}), backend(**(changes or {}))))
+def make_stack(**gate):
+    config = MoEConfig(**{**SIZES, **gate})
+    stack = Stack("mlp", [MoE(config, backend()) for _ in range(3)])
+    stack.config = SimpleNamespace(hidden_size=DIM, num_experts=config.n_routed_experts)  # which apply_ac asks for
+    return seeded(stack)
 
 
 class Handle:
@@ -136,11 +89,6 @@ def checkpointed(model, **how):
     apply_ac(model, hidden_size=DIM, num_experts=8, **how)
 
 
-def compiled(model):
-    for layer in getattr(model, "model", model).layers.values():
-        layer.compile(backend="aot_eager")
-
-
 VARIANTS = {
     "default": partial(checkpointed, ignore_router=True),
     "full": partial(checkpointed, ignore_router=False),
@@ -165,11 +113,7 @@ KINDS = [
     Kind("softmax+bias+groups", partial(make_stack, score_func="softmax_with_bias", **BIAS, **GROUPS), **GATE),
     Kind("sigmoid+groups", partial(make_stack, score_func="sigmoid", **GROUPS), **GATE),
     Kind("sqrt-softplus", partial(make_stack, score_func="sqrtsoftplus", **BIAS), **GATE),
-    Kind(
-        "auxiliary loss (not compiled)",
-        partial(make_stack, **AUXILIARY),
-        **{**GATE, "variants": NOT_COMPILED},
-    ),
+    Kind("auxiliary loss (not compiled)", partial(make_stack, **AUXILIARY), **{**GATE, "variants": NOT_COMPILED}),
 ]
 
 

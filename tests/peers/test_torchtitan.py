@@ -5,7 +5,6 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from torch import nn
 from torch.nn import functional
 
 from foreroute.core import AttachError, attach
@@ -14,6 +13,7 @@ from tests.peers.comparing import (
     TOKENS,
     VOCAB,
     Kind,
+    Stack,
     cells,
     ids_handed_to,
     replaced,
@@ -92,33 +92,8 @@ def make_deepseek_v3():
     return built(deepseek_v3.DeepSeekV3Model.Config, layers)
 
 
-class Stack(nn.Module):
-    """Real blocks in a decoder of ours: the attention of torchtitan's gpt-oss has no path for a CPU."""
-
-    def __init__(self, blocks):
-        super().__init__()
-        self.tok_embeddings = nn.Embedding(VOCAB, DIM)
-        self.layers = nn.ModuleDict({str(number): Layer(block) for number, block in enumerate(blocks)})
-        self.lm_head = nn.Linear(DIM, VOCAB, bias=False)
-
-    def forward(self, tokens):
-        h = self.tok_embeddings(tokens)
-        for layer in self.layers.values():
-            h = layer(h)
-        return self.lm_head(h)
-
-
-class Layer(nn.Module):
-    def __init__(self, block):
-        super().__init__()
-        self.ffn_norm, self.moe = nn.RMSNorm(DIM), block
-
-    def forward(self, h):
-        h = h + (h.float().cumsum(1) / (1 + torch.arange(h.shape[1]))[:, None]).to(h.dtype)
-        return h + self.moe(self.ffn_norm(h))
-
-
 def make_gpt_oss():
+    """Blocks alone: the attention of torchtitan's gpt-oss has no path for a CPU."""
     layers = gpt_oss._build_gptoss_layers(
         dim=DIM,
         n_layers=3,
@@ -130,7 +105,7 @@ def make_gpt_oss():
         moe_comm_backend="standard",
         rope=CosSinRoPE.Config(dim=64, max_seq_len=64, theta=10000.0),
     )
-    return with_buffers(Stack([layer.moe.build() for layer in layers]).bfloat16())  # as its experts compute
+    return with_buffers(Stack("moe", [layer.moe.build() for layer in layers]).bfloat16())  # as its experts compute
 
 
 def formula(router, forced_NK, native, x, bias=None):

@@ -13,13 +13,17 @@ import torch
 from torch.nn import functional
 
 from foreroute.core import AttachError, ReplayError, attach
-from tests.peers import comparing
 from tests.peers.comparing import (
+    DEEPSEEK,
+    QWEN,
+    QWEN3,
     TOKENS,
     Kind,
     cells,
-    checkpointed,
+    compiled,
+    full,
     ids_handed_to,
+    reentrant,
     replaced,
     require,
     run,
@@ -32,8 +36,7 @@ require("veomni")
 import transformers
 from veomni.utils.moe_router_replay import set_active_replay
 
-SIZES = comparing.SIZES | {"intermediate_size": 32, "num_key_value_heads": 2, "head_dim": 8}
-SIZES |= {"tie_word_embeddings": False, "bos_token_id": None, "eos_token_id": None}
+NO_ENDS = {"bos_token_id": None, "eos_token_id": None}
 
 
 def made(family, class_name, config):
@@ -43,39 +46,24 @@ def made(family, class_name, config):
 
 
 def make_qwen3():
-    sizes = {"num_experts": 8, "moe_intermediate_size": 16, "norm_topk_prob": True}
-    return made("qwen3_moe", "Qwen3MoeForCausalLM", transformers.Qwen3MoeConfig(**SIZES, **sizes))
+    return made("qwen3_moe", "Qwen3MoeForCausalLM", transformers.Qwen3MoeConfig(**QWEN3, **NO_ENDS))
 
 
 def make_qwen3_5():
     sizes = {"num_experts": 8, "moe_intermediate_size": 16, "shared_expert_intermediate_size": 16}
     full = ["full_attention"] * 3  # linear attention has no path for a CPU
-    config = transformers.Qwen3_5MoeTextConfig(**SIZES, **sizes, layer_types=full)
+    config = transformers.Qwen3_5MoeTextConfig(**QWEN, **NO_ENDS, **sizes, layer_types=full)
     return made("qwen3_5_moe", "Qwen3_5MoeForCausalLM", config)
 
 
 def make_deepseek_v3():
-    config = transformers.DeepseekV3Config(
-        **{**SIZES, "num_hidden_layers": 4, "num_key_value_heads": 4},
-        n_routed_experts=8,
-        moe_intermediate_size=16,
-        n_shared_experts=1,
-        n_group=4,
-        topk_group=2,
-        first_k_dense_replace=1,
-        q_lora_rank=None,
-        kv_lora_rank=16,
-        qk_nope_head_dim=8,
-        qk_rope_head_dim=8,
-        v_head_dim=8,
-        norm_topk_prob=True,
-        routed_scaling_factor=2.5,
-    )
+    sizes = {"intermediate_size": 32, "n_group": 4, "topk_group": 2, "routed_scaling_factor": 2.5, "head_dim": 8}
+    config = transformers.DeepseekV3Config(**DEEPSEEK, **NO_ENDS, **sizes, tie_word_embeddings=False)
     return made("deepseek_v3", "DeepseekV3ForCausalLM", config)
 
 
 def make_gpt_oss():
-    config = transformers.GptOssConfig(**SIZES, num_local_experts=8, sliding_window=4)
+    config = transformers.GptOssConfig(**QWEN, **NO_ENDS, num_local_experts=8, sliding_window=4)
     return made("gpt_oss", "GptOssForCausalLM", config)
 
 
@@ -112,47 +100,28 @@ def of_gpt_oss(router, forced_NK, native, hidden):
     return logits, functional.softmax(logits.gather(1, ids), dim=1, dtype=logits.dtype), ids
 
 
-def handed(class_name):
-    return partial(ids_handed_to, class_name=class_name, argument=1)
-
-
-def compiled(model):
-    for layer in model.model.layers:
-        layer.compile(backend="aot_eager")
-
-
-VARIANTS = {
-    "full": partial(checkpointed, False),
-    "reentrant": partial(checkpointed, True),
-    # Qwen's routers normalise in place what their top-k gave, which must then not be kept
-    "selective": partial(selective, saves_top_k=False),
-    "compiled": compiled,
-}
-
-
 def offsets(tokens):
     return {"cu_seq_lens_q": torch.arange(len(tokens) + 1, dtype=torch.int32) * tokens.shape[1]}
 
 
-DEEPSEEK = {"class_name": "DeepseekV3MoE", "formula": of_deepseek, "method": "route_tokens_to_experts"}
-GPT_OSS = {"class_name": "GptOssTopKRouter", "formula": of_gpt_oss}
+OF_DEEPSEEK = {"class_name": "DeepseekV3MoE", "formula": of_deepseek, "method": "route_tokens_to_experts"}
+OF_GPT_OSS = {"class_name": "GptOssTopKRouter", "formula": of_gpt_oss}
+
+
+def by_formula(**how):
+    return lambda model, ids_LNK: replaced(model, ids_LNK=ids_LNK, **how)
+
+
+def handed(class_name):
+    return partial(ids_handed_to, class_name=class_name, argument=1)
+
+
+VARIANTS = {"full": full, "reentrant": reentrant, "selective": selective, "compiled": compiled}
 KINDS = [
     Kind("Qwen3-MoE", make_qwen3, handed("Qwen3MoeExperts"), by_its_manager, VARIANTS),
     Kind("Qwen3.5-MoE", make_qwen3_5, handed("Qwen3_5MoeExperts"), by_its_manager, VARIANTS, more=offsets),
-    Kind(
-        "DeepSeek-V3",
-        make_deepseek_v3,
-        handed("DeepseekV3NaiveMoe"),
-        lambda model, ids_LNK: replaced(model, ids_LNK=ids_LNK, **DEEPSEEK),
-        VARIANTS,
-    ),
-    Kind(
-        "gpt-oss",
-        make_gpt_oss,
-        handed("GptOssExperts"),
-        lambda model, ids_LNK: replaced(model, ids_LNK=ids_LNK, **GPT_OSS),
-        VARIANTS,
-    ),
+    Kind("DeepSeek-V3", make_deepseek_v3, handed("DeepseekV3NaiveMoe"), by_formula(**OF_DEEPSEEK), VARIANTS),
+    Kind("gpt-oss", make_gpt_oss, handed("GptOssExperts"), by_formula(**OF_GPT_OSS), VARIANTS),
 ]
 
 

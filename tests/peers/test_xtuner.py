@@ -11,12 +11,15 @@ import torch
 from torch.nn import functional
 
 from foreroute.core import attach
-from tests.peers import comparing
 from tests.peers.comparing import (
+    DEEPSEEK,
+    SIZES,
     Kind,
     another_top_k,
     cells,
-    checkpointed,
+    compiled,
+    full,
+    reentrant,
     replaced,
     require,
     rows_handed_to_each,
@@ -35,31 +38,17 @@ pytorch_utils.is_torch_greater_or_equal_than_1_13 = True
 from xtuner.model.transformers_models.deepseek_v2 import DeepseekV2Config, DeepseekV2ForCausalLM
 from xtuner.model.transformers_models.mixtral import MixtralConfig, MixtralForCausalLM
 
-SIZES = comparing.SIZES | {"intermediate_size": 16}
 SHARDS = {"moe_implementation": "shard", "expert_in_one_shard": 4}
 
 
 def make_mixtral(**how):
-    return seeded(MixtralForCausalLM(MixtralConfig(**SIZES, num_key_value_heads=2, num_local_experts=8, **how)))
+    sizes = {"intermediate_size": 16, "num_key_value_heads": 2, "num_local_experts": 8}
+    return seeded(MixtralForCausalLM(MixtralConfig(**SIZES, **sizes, **how)))
 
 
 def make_deepseek_v2(**how):
-    config = DeepseekV2Config(
-        **{**SIZES, "num_hidden_layers": 4},
-        num_key_value_heads=4,
-        n_routed_experts=8,
-        moe_intermediate_size=16,
-        n_shared_experts=1,
-        first_k_dense_replace=1,
-        moe_layer_freq=1,
-        q_lora_rank=None,
-        kv_lora_rank=16,
-        qk_nope_head_dim=8,
-        qk_rope_head_dim=8,
-        v_head_dim=8,
-        **{"topk_method": "greedy", "norm_topk_prob": True, "aux_loss_alpha": 0.01, **how},
-    )
-    return seeded(DeepseekV2ForCausalLM(config))
+    sizes = DEEPSEEK | {"intermediate_size": 16, "moe_layer_freq": 1, "topk_method": "greedy", "aux_loss_alpha": 0.01}
+    return seeded(DeepseekV2ForCausalLM(DeepseekV2Config(**sizes | how)))
 
 
 def formula(gate, forced_NK, native, hidden):
@@ -93,33 +82,22 @@ def handed_to_shards(model):
         yield seen
 
 
-def compiled(model):
-    for layer in model.model.layers:
-        layer.compile(backend="aot_eager")
-
-
-VARIANTS = {
-    "full": partial(checkpointed, False),
-    "reentrant": partial(checkpointed, True),
-    # Mixtral normalises in place what its top-k gave, which must then not be kept
-    "selective": partial(selective, saves_top_k=False),
-    "compiled": compiled,
-}
 GROUPS = {"topk_method": "group_limited_greedy", "n_group": 4, "topk_group": 2, "seq_aux": False}
 of_mixtral = partial(rows_handed_to_each, class_name="MixtralSparseMoeBlock")
 of_deepseek = partial(rows_handed_to_each, class_name="DeepseekV2MoE")
+
+
+def by_formula(model, ids_LNK):
+    return replaced(model, "MoEGate", ids_LNK, formula)
+
+
+VARIANTS = {"full": full, "reentrant": reentrant, "selective": selective, "compiled": compiled}
 KINDS = [
     Kind("Mixtral", make_mixtral, of_mixtral, another_top_k, VARIANTS),
     Kind("Mixtral-shards", partial(make_mixtral, **SHARDS), handed_to_shards, another_top_k, VARIANTS),
     Kind("DeepSeek-V2", make_deepseek_v2, of_deepseek, another_top_k, VARIANTS),
     Kind("DeepSeek-V2-shards", partial(make_deepseek_v2, **SHARDS), handed_to_shards, another_top_k, VARIANTS),
-    Kind(
-        "DeepSeek-V2-groups",
-        partial(make_deepseek_v2, **GROUPS),
-        of_deepseek,
-        lambda model, ids_LNK: replaced(model, "MoEGate", ids_LNK, formula),
-        VARIANTS,
-    ),
+    Kind("DeepSeek-V2-groups", partial(make_deepseek_v2, **GROUPS), of_deepseek, by_formula, VARIANTS),
 ]
 
 

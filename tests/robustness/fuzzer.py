@@ -1,8 +1,7 @@
 """Gives readers malformed inputs in a child process, where indices of compiled loops are checked and memory is limited.
 
 A crash or a hang ends the child and the attack. Before each case the child writes down its number and sets its alarm:
-the kernel ends a child that is silent for too long, whatever it is in. Names of targets and verdicts of `BATCH` cases
-at a time go to standard output, one JSON object a line.
+the kernel ends a child that is silent for too long, whatever it is in.
 """
 
 import json
@@ -29,11 +28,11 @@ BATCH = 50
 """Cases that share one valid input."""
 START_S = 300
 """To make and read a valid input, for which frameworks are imported."""
+IN_MEMORY = "/dev/shm" if os.access("/dev/shm", os.W_OK) else None
 HANGS_AFTER_S = 20
 """A case that takes longer hangs. Valid inputs take milliseconds; the rest is for a busy machine."""
 ADDRESS_SPACE = 64 << 20
-"""What a malformed input may map beyond what is mapped when the valid one has been read: more is a `MemoryError`, which
-no reader turns into an error of its own."""
+"""What a malformed input may map beyond what is mapped when the valid one has been read, pages touched or not."""
 
 
 @dataclass
@@ -45,10 +44,7 @@ class Tally:
 
 
 def attack(group, inputs, *, names=None, hangs_after_s=HANGS_AFTER_S):
-    """Give each target of a group, or those with these names, `inputs` malformed inputs for each unit of its weight.
-
-    A few more make the last batch whole. Returns the tally of each target that was tried.
-    """
+    """The tally of each target of a group, or of those with these names, of `inputs` for each unit of its weight."""
     with tempfile.NamedTemporaryFile() as progress:
         ended = subprocess.run(
             [sys.executable, "-m", "tests.robustness.fuzzer", json.dumps([group, inputs, names, hangs_after_s])],
@@ -83,7 +79,7 @@ def main():
     """`python -m tests.robustness.fuzzer ORDER`, as `attack` gives it."""
     group, inputs, names, hangs_after_s = json.loads(sys.argv[1])
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-    with open(os.environ["PROGRESS"], "r+b", buffering=0) as page, tempfile.TemporaryDirectory(dir=_memory()) as folder:
+    with open(os.environ["PROGRESS"], "r+b", buffering=0) as page, tempfile.TemporaryDirectory(dir=IN_MEMORY) as folder:
 
         def begin(case):
             page.truncate(0)
@@ -106,7 +102,8 @@ def _attack_batch(target, cases, begin):
     resource.setrlimit(resource.RLIMIT_AS, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
     valid = target.make(np.random.default_rng([SEED, cases[0]]))
     expected = target.content(valid)
-    _limit_address_space()
+    mapped = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
+    resource.setrlimit(resource.RLIMIT_AS, (mapped + ADDRESS_SPACE, resource.RLIM_INFINITY))
     verdicts, failures = Counter(), []
     for case in cases:
         begin(case)
@@ -116,16 +113,6 @@ def _attack_batch(target, cases, begin):
         if seen:
             failures.append([case, verdict, seen])
     return {"verdicts": verdicts, "failures": failures}
-
-
-def _limit_address_space():
-    """An allocation far beyond what any valid input needs fails, whether its pages are touched or not."""
-    mapped = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
-    resource.setrlimit(resource.RLIMIT_AS, (mapped + ADDRESS_SPACE, resource.RLIM_INFINITY))
-
-
-def _memory():
-    return "/dev/shm" if os.access("/dev/shm", os.W_OK) else None
 
 
 @cache

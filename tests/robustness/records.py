@@ -51,8 +51,8 @@ def record_targets(folder):
 
     sides = [path for path in files if path.suffix == ".zst" and path != document]
     return [
-        target("skycap document", document, _forge_document, skycap, weight=3),
-        *(target(f"skycap {path.name.split('.')[1]}", path, _forge_content, skycap) for path in sides),
+        target("skycap document", document, _inside(forge_json), skycap, weight=3),
+        *(target(f"skycap {path.name.split('.')[1]}", path, _inside(damage), skycap) for path in sides),
         target("gym lines", lines, None, gym, has_checksum=True),
         target("gym lines, right digests", lines, forge_line, gym_with_right_digests, weight=3),
         target("gym state", state, forge_json, gym),
@@ -64,12 +64,8 @@ def _version(call):
     return 3 if isinstance(made_at, float) and made_at > 102 else 2
 
 
-def _forge_document(raw, rng):
-    return scripted.compressed(forge_json(scripted.content(raw), rng))
-
-
-def _forge_content(raw, rng):
-    return scripted.compressed(damage(scripted.content(raw), rng))
+def _inside(change):
+    return lambda raw, rng: scripted.compressed(change(scripted.content(raw), rng))
 
 
 def _require_rollout(raw, rollout):

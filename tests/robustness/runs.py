@@ -35,12 +35,16 @@ def run_targets(folder):
     def checkpoint(rng):
         return _checkpoint_bytes(rng, folder / "made")
 
+    def parsed(raw):
+        return [parse_row("rows.jsonl", line) for line in raw.removesuffix(b"\n").split(b"\n")]
+
+    metrics = json_lines([step_line(number) for number in range(3)])
     whole = {"forge": forge, "has_checksum": True, "weight": 2}
     return [
         toml_target("training", TRAINING, load_config, _require_config, folder),
-        target("data set", lambda rng: json_lines(ROWS), _parsed_rows, _require_rows),
+        target("data set", lambda _: json_lines(ROWS), parsed, _require_rows),
         target("resumed", lambda _: STORED.encode(), _of_this_run, _require_stored, "config.json", forge_json),
-        target("metrics", _metrics_bytes, lambda _: read_run(run).steps, _require_steps, "run/metrics.jsonl"),
+        target("metrics", lambda _: metrics, lambda _: read_run(run).steps, _require_steps, "run/metrics.jsonl"),
         target("checkpoint", checkpoint, load_checkpoint, _require_state, "checkpoint.file", **whole),
     ]
 
@@ -49,10 +53,6 @@ def _require_config(given, config):
     require_unchanged(given, config)
     assert config.name not in ("", ".", "..")
     assert "/" not in config.name
-
-
-def _parsed_rows(raw):
-    return [parse_row("rows.jsonl", line) for line in raw.removesuffix(b"\n").split(b"\n")]
 
 
 def _require_rows(raw, rows):
@@ -80,10 +80,6 @@ def _require_steps(raw, steps):
         # a key that is not there was not recorded; an integer stays one, and NaN is no other number
         assert repr(step.reward_mean) == repr(given[step.step].get("reward_mean"))
         assert type(given[step.step]["step"]) is int
-
-
-def _metrics_bytes(rng):
-    return json_lines([step_line(number) for number in range(3)])
 
 
 def _of_this_run(path):

@@ -1,7 +1,6 @@
 """Nothing at public doors: an answer of 0 that adds up, or an error in words; and masked entries, which hide values."""
 
 from contextlib import nullcontext
-from functools import cache
 from itertools import count
 
 import numpy as np
@@ -111,31 +110,20 @@ def added_up(t, _):
     assert records.alarms([]) == []
 
 
-@cache
-def tiny():
-    model = hf.build_model(
-        "qwen3_moe", seed=0, vocab_size=9, hidden_size=32, num_hidden_layers=3, num_experts=8, num_experts_per_tok=2
-    )
-    return model, hf.attach(model)
-
-
-def forward_of(open_session):
-    model, routed = tiny()
-    padding = torch.zeros((1, 4), dtype=torch.long)
-    with open_session(routed) as session:
+def replayed():
+    sizes = {"vocab_size": 9, "hidden_size": 32, "num_hidden_layers": 3, "num_experts": 8, "num_experts_per_tok": 2}
+    model = hf.build_model("qwen3_moe", seed=0, **sizes)
+    routed, padding = hf.attach(model), torch.zeros((1, 4), dtype=torch.long)
+    with routed.replay(fr.RoutingTrace.unrouted(routed.spec, []), telemetry=True) as session:
         model(input_ids=padding, attention_mask=padding)
-    return session
-
-
-def replayed(*_):
-    none = fr.RoutingTrace.unrouted(tiny()[1].spec, [])
-    found = forward_of(lambda routed: routed.replay(none, telemetry=True)).agreement()
+    found = session.agreement()
     assert (found + found).rows == 0
-    recorded = forward_of(lambda routed: routed.record(margins=True))
+    with routed.record(margins=True) as recorded:
+        model(input_ids=padding, attention_mask=padding)
     assert (recorded.trace().num_rows, recorded.margins_NL().shape) == (0, (0, 3))
 
 
-def of_verl(*_):
+def of_verl():
     ids = torch.zeros((0, 4), dtype=torch.long)
     batch = {"input_ids": ids, "attention_mask": ids, "routed_experts": torch.zeros((0, 4, 3, 2), dtype=torch.int16)}
     assert len(routed_experts(verl_trace(batch, model=SPEC), batch)) == 0

@@ -36,7 +36,12 @@ def trace_targets(folder):
         return load(path, sequences=[3, 0])
 
     def saved(rng):
-        return _saved_generation(rng, rollout).read_bytes()
+        """A generation in a file, of two or more tokens a sequence."""
+        trace = _trace(rng)
+        trace = trace.select(np.flatnonzero(trace.lengths > 1))
+        prompts = np.ones(len(trace), np.int64)
+        logprobs = -rng.random(int((trace.lengths - prompts).sum())).astype(np.float32)
+        return save_generation(Generation(trace, prompts, logprobs), rollout, overwrite=True).read_bytes()
 
     rollout = folder / "given.safetensors"
     return [
@@ -122,15 +127,6 @@ def _with_choices(trace, rng):
     )
 
 
-def _saved_generation(rng, path):
-    """A generation in a file, of two or more tokens a sequence."""
-    trace = _trace(rng)
-    trace = trace.select(np.flatnonzero(trace.lengths > 1))
-    prompts = np.ones(len(trace), np.int64)
-    logprobs = -rng.random(int((trace.lengths - prompts).sum())).astype(np.float32)
-    return save_generation(Generation(trace, prompts, logprobs), path, overwrite=True)
-
-
 def _require_generation(raw, generation):
     require_possible(raw, generation.trace)
     assert len(generation.logprobs_R) == int(generation.sampled_N.sum())
@@ -139,28 +135,20 @@ def _require_generation(raw, generation):
 
 
 def wire_targets(folder):
-    """The decoder of every text or byte wire of the capture room.
-
-    No wire has a checksum: a byte of the payload that turns one plausible row into another cannot be noticed by any
-    reader.
-    """
+    """The decoder of every wire. None has a checksum: a byte that turns one plausible row into another is not seen."""
+    table = base64.b64encode(ROLLOUT.routes_RLK.astype(np.uint8).tobytes()).decode()
     samples = {
         "vllm-http": wires.vllm_http(ROLLOUT).encode(),
         "npy": wires.npy(ROLLOUT.all_layers().astype(np.uint8)),
         "sglang": wires.sglang(ROLLOUT).encode(),
         "sglang-openai": wires.sglang_openai(ROLLOUT).encode(),
         "lists": json.dumps(ROLLOUT.routes_RLK.tolist()).encode(),
-        "table": json.dumps(_table()).encode(),
+        "table": json.dumps({"data": table, "shape": [11, 4, 3], "dtype": "uint8"}).encode(),
     }
     return [
         Target(name, lambda rng, sample=sample: sample, _decode_wire, forge=forge_json, check=_require_same_tokens)
         for name, sample in samples.items()
     ]
-
-
-def _table():
-    data = base64.b64encode(ROLLOUT.routes_RLK.astype(np.uint8).tobytes()).decode()
-    return {"data": data, "shape": [11, 4, 3], "dtype": "uint8"}
 
 
 def _decode_wire(raw):

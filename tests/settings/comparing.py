@@ -12,6 +12,7 @@ from foreroute.testing.models import tiny
 from tests.adapters.hf import model_runs
 from tests.adapters.hf.family_checks import require_bit_equal
 from tests.adapters.hf.model_runs import batch_of, force_by_hand, gradients, loss_of, random_routes
+from tests.replay.session_subject import same
 from tests.roundings import gradient_terms_of, terms_of
 
 BATCH = batch_of(9, 9, 9, 9)
@@ -22,10 +23,7 @@ TERMS, GRADIENT_TERMS = terms_of(64), gradient_terms_of(64)
 
 
 def needs(library):
-    """A mark: the environment of `make settings-env` has the library, and that of `make test` does not.
-
-    `make night PART=settings` sets FOREROUTE_SETTINGS: a test fails there for a library that is missing.
-    """
+    """A mark: skipped without the library, but by `make night PART=settings`, which sets FOREROUTE_SETTINGS."""
     is_missing = find_spec(library) is None and "FOREROUTE_SETTINGS" not in os.environ
     return pytest.mark.skipif(is_missing, reason=f"no {library}; make night PART=settings has it")
 
@@ -40,12 +38,7 @@ def with_lora(model):
 
 
 def require_replayed(make, make_twin=None):
-    """Own routes change no bit of a model, and others give what a forced twin gives: its loss and gradients.
-
-    Args:
-        make: gives the same model each time, ready to be trained.
-        make_twin: gives the twin, where it is made in another way.
-    """
+    """Own routes change no bit of a model, and others give what a forced twin gives: its loss and gradients."""
     make_twin = make_twin or make
     model = make().train()
     routed = hf.attach(model)
@@ -66,17 +59,11 @@ def _require_alike(model, routed, make_twin, seed):
         loss = loss_of_batch(model)
     loss.backward()
     assert torch.equal(loss, expected)
-    require_same_gradients(model, twin)
-    return float(loss.detach())
-
-
-def require_same_gradients(model, twin):
-    """Bit by bit, and of every parameter that is trained."""
-    seen, expected = gradients(model), gradients(twin)
+    seen = gradients(model)
+    assert same(seen, gradients(twin))
     trained = {name for name, each in model.named_parameters() if each.requires_grad}
     assert {name for name, gradient in seen.items() if gradient.any()} == trained
-    assert seen.keys() == expected.keys()
-    assert not [name for name, gradient in expected.items() if not torch.equal(seen[name], gradient)]
+    return float(loss.detach())
 
 
 def loss_of_batch(model):

@@ -1,8 +1,4 @@
-"""Checkpoints of 8 and 4 bits, which transformers dequantizes on a CPU, are replayed as plain models of their values.
-
-Both are written here byte by byte, and the plain model's values are those that the formats define: nothing of
-transformers' own quantizers takes part.
-"""
+"""Checkpoints of 8 and 4 bits, written byte by byte, are replayed as plain models of the values that they stand for."""
 
 import json
 

@@ -84,13 +84,8 @@ def train(rank, stage, when, use_reentrant, folder):
         with deepspeed.zero.GatheredParameters(list(model.parameters())):
             weights.append({name: each.detach().clone() for name, each in model.named_parameters()})
     del kept
-    return {
-        "refusal": refusal,
-        "own": (native, own),
-        "foreign": foreign,
-        "partitioned": partitioned,
-        "weights": weights,
-    }
+    found = {"own": (native, own), "foreign": foreign, "partitioned": partitioned, "weights": weights}
+    return found | {"refusal": refusal}
 
 
 def every_case(rank, folder):

@@ -30,10 +30,8 @@ dealt out."""
 def train(folder, *, saved=None, replay="R3", samples=False, **settings):
     """The policy at the end, what the run logs, and whether its updates followed the routes.
 
-    Args:
-        folder: for the run.
-        saved: the policy, where transformers loads it for the trainer, in parts at ZeRO stage 3.
-        samples: by an engine of ours; else rollouts are drawn.
+    A policy that is `saved` is loaded by transformers, in parts at ZeRO stage 3; unless an engine samples, rollouts are
+    drawn.
     """
     from transformers.integrations import HfDeepSpeedConfig, is_deepspeed_zero3_enabled
 
@@ -53,12 +51,7 @@ def train(folder, *, saved=None, replay="R3", samples=False, **settings):
         assert is_deepspeed_zero3_enabled() is (alive is not None)
     torch.manual_seed(0)  # of adapters
     trainer = make(
-        folder,
-        model=model,
-        rollout_func=source,
-        reward_funcs=told_apart,
-        replay=replay,
-        **ALL_AT_ONCE | settings,
+        folder, model=model, rollout_func=source, reward_funcs=told_apart, replay=replay, **ALL_AT_ONCE | settings
     )
     model = trainer.model
     with watched(model) as batches:

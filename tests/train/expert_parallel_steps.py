@@ -30,8 +30,6 @@ from tests.train.small_runs import SIZES, small_config
 
 TIMEOUT_S = 200.0
 """For an exchange: the first plan of a machine waits until its kernels are compiled."""
-
-
 ONE_LAYER = {"sizes": {**SIZES, "num_hidden_layers": 1}}
 
 
@@ -77,10 +75,7 @@ def precise_trainer(config):
 
 
 def steps_budgeted(rank, config):
-    """One step each: within a budget that all fits in, in one that it passes by a byte, and in none that can be kept.
-
-    A micro-step takes a byte for each token.
-    """
+    """One step each: within a budget that all fits in, in one that it passes by a byte, and in one of a byte."""
 
     def steps(memory_budget):
         parallel = config.parallel.model_copy(update={"memory_budget": memory_budget})
@@ -98,7 +93,7 @@ def steps_budgeted(rank, config):
 
 
 def one_for_each_token(routed, traces, targets_M, compute_loss, topology):
-    """In the place of `measure_memory`: runs one of the micro-steps, and sees that its head has the rows it is said."""
+    """In the place of `measure_memory`: a byte a token. Runs a micro-step, whose head must have the rows it is said."""
     rows = []
     head = routed.model.get_output_embeddings()
     handle = head.register_forward_pre_hook(lambda _, args: rows.append(args[0].shape[:-1].numel()))

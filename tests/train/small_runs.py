@@ -7,7 +7,7 @@ import torch
 
 from foreroute.train import parse_config
 from foreroute.train.loop import make_trainer
-from foreroute.train.policy import make_engine, make_policy
+from foreroute.train.policy import CPU, make_engine, make_policy
 from foreroute.train.prompts import make_task
 
 SIZES = {
@@ -76,19 +76,15 @@ def tensors_of(state):
     return [each for part in parts for each in tensors_of(part)] if isinstance(parts, list | tuple) else []
 
 
-def trainer_of(config):
-    """A trainer at its initial weights, with the embedded engine."""
+def trainer_of(config, device=CPU, begin=lambda model, task: None):
+    """A trainer at its initial weights, or those that `begin` leaves, with the embedded engine."""
     task = make_task(config)
-    policy = make_policy(config, task)
+    policy = make_policy(config, task, device)
+    begin(policy.model, task)
     return make_trainer(config, task, policy, make_engine(config, policy))
 
 
-def always_informative(task, problems, responses):
-    """Rewards that differ within every group, for `ChainTask.rewards`: a model this small is always wrong."""
-    return np.arange(len(responses)) % 2 / 2
-
-
-def random_rewards(seed=0):
+def random_rewards():
     """Rewards for `ChainTask.rewards` that differ in every group, and from call to call."""
-    rng = np.random.default_rng(seed)
+    rng = np.random.default_rng(0)
     return lambda task, problems, responses: rng.random(len(responses))

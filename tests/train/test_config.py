@@ -1,7 +1,7 @@
 """What a configuration may say: keys that do not fit together, topology files, and where a run computes."""
 
 import tomllib
-from contextlib import ExitStack
+from contextlib import contextmanager
 from dataclasses import replace
 from unittest.mock import patch
 
@@ -59,57 +59,38 @@ SPEC = RoutingSpec(16, 2, (RoutedLayer(0),))
 TOPOLOGY = """
 topology = {num_ranks = 2, ranks_per_node = 1, redundant_slots = 2}
 hardware = {preset = "h100"}
-
-[links]
-cluster_bytes_per_s = 1e6
-node_latency_s = 1e-9
-cluster_latency_s = 1e-9
-
-[model]
-num_layers = 1
-num_experts = 16
-top_k = 2
-hidden = 32
-intermediate = 16
-dense_parameters = 4096
-attention_width = 32
-vocabulary = 16
-weight_bytes = 2.0
+model = {preset = "qwen3-30b-a3b", num_layers = 1, num_experts = 16, top_k = 2}
 """
 
 
-def planning_of(**parallel):
-    return read_planning(small_config(parallel=parallel, rollout={"prompts": 8}).parallel, SPEC)
-
-
-def test_a_file_says_ranks_slots_links_and_prices(tmp_path):
+def test_a_file_says_ranks_slots_links_and_prices_and_that_of_another_run_is_refused(tmp_path):
     path = tmp_path / "cluster.toml"
     path.write_text(TOPOLOGY)
     cluster = load_cluster(path)
-    found = planning_of(expert=2, topology=str(path), plan={"pay_off": False, "home_moves": 6})
+
+    def planning_of(**how):
+        parallel = {"expert": 2, "topology": str(path), **how}
+        return read_planning(small_config(parallel=parallel, rollout={"prompts": 8}).parallel, SPEC)
+
+    found = planning_of(plan={"pay_off": False, "home_moves": 6})
     assert found == (cluster.topology, PlanOptions(home_moves=6, pay_off=False), cluster.costs)
-    executed = planning_of(expert=2, topology=str(path), paths="direct", prefetch=3)
+    executed = planning_of(paths="direct", prefetch=3)
     assert executed.costs == replace(cluster.costs, paths="direct", prefetch=3), "prices are of what the run executes"
-
-
-def test_a_file_of_another_run_is_refused(tmp_path):
-    path = tmp_path / "cluster.toml"
     for before, after, message in (
         ("num_ranks = 2", "num_ranks = 4", r"cluster.toml says num_ranks = 4, the run has 2; describe the ranks"),
         ("top_k = 2", "top_k = 4", "says top_k = 4, the run has 2"),
     ):
         path.write_text(TOPOLOGY.replace(before, after))
         with pytest.raises(ConfigError, match=message):
-            planning_of(expert=2, topology=str(path))
+            planning_of()
 
 
+@contextmanager
 def seen(count, **environment):
     """As if torch saw so many CUDA devices, in a process with these variables."""
-    stack = ExitStack()
-    stack.enter_context(patch.object(torch.cuda, "is_available", lambda: count > 0))
-    stack.enter_context(patch.object(torch.cuda, "device_count", lambda: count))
-    stack.enter_context(patch.dict("os.environ", environment))
-    return stack
+    cuda = {"is_available": lambda: count > 0, "device_count": lambda: count}
+    with patch.multiple(torch.cuda, **cuda), patch.dict("os.environ", environment):
+        yield
 
 
 def test_auto_takes_a_device_of_its_own_or_the_cpu():

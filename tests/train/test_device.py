@@ -8,22 +8,17 @@ import torch
 
 from foreroute.testing.counting_device import DEVICE, MixedDevicesError, OnDevice, other_device
 from foreroute.train.chain import ChainTask
-from foreroute.train.loop import make_trainer
-from foreroute.train.policy import make_engine, make_policy
-from foreroute.train.prompts import make_task
 from foreroute.train.warm_start import warm_start
-from tests.train.small_runs import always_informative, small_config, tensors_of
+from tests.train.small_runs import random_rewards, small_config, tensors_of, trainer_of
 
 FEW = {"prompts": 2, "group_size": 4, "precision": "float32"}
 WARM = {"max_steps": 2, "batch_size": 8}
 
 
 def stepped(config, where):
-    task = make_task(config)
-    policy = make_policy(config, task, where)
-    warm_start(policy.model, config, task, lambda step, loss: None, lambda: False)
-    trainer = make_trainer(config, task, policy, make_engine(config, policy))
-    with patch.object(ChainTask, "rewards", always_informative):
+    quiet = (lambda step, loss: None), (lambda: False)
+    trainer = trainer_of(config, where, lambda model, task: warm_start(model, config, task, *quiet))
+    with patch.object(ChainTask, "rewards", random_rewards()):
         experience, record = trainer.run_step()
     return experience, record, trainer.state()
 

@@ -1,11 +1,9 @@
-"""Runs on several ranks: they resume, on as many ranks or others; what goes wrong on one ends all of them with one
-message. Never wrong, never hung.
-"""
+"""Runs on several ranks: they resume, on as many or others; what goes wrong on one ends all with one message."""
 
 import errno
 import os
 import signal
-from contextlib import nullcontext
+from contextlib import closing, nullcontext
 from unittest import mock
 
 import pytest
@@ -68,10 +66,7 @@ def test_an_interrupted_run_on_two_ranks_ends_as_the_uninterrupted_one(workers, 
 
 @pytest.fixture(scope="module")
 def uninterrupted(workers, tmp_path_factory):
-    """One step on each number of ranks, each from the checkpoint of the one before; and one process that does all.
-
-    Experts move before every step on ranks.
-    """
+    """One step on each number of ranks, each from the checkpoint of the one before; and one process that does all."""
     folder = tmp_path_factory.mktemp("chain")
     with precise_trainer(ALONE) as trainer:
         RunFolder(folder).save_checkpoint(trainer.state(), data="", keep=9)
@@ -206,13 +201,12 @@ def test_ranks_that_were_started_unlike_say_so(workers, tmp_path):
     assert not (tmp_path / "run").exists()
 
 
-def die_behind(module, inputs, output):
-    output.register_hook(lambda _: os.kill(os.getpid(), signal.SIGKILL))
-
-
 def die_in_update(rank, config, folder):
     """Rank 1 is killed in the second step, in the middle of its backward pass."""
     update = Trainer.update
+
+    def die_behind(module, inputs, output):
+        output.register_hook(lambda _: os.kill(os.getpid(), signal.SIGKILL))
 
     def dying(trainer, *given, **options):
         if rank == 1 and trainer.step == 1:
@@ -228,12 +222,8 @@ def test_a_killed_rank_ends_the_other_and_leaves_a_checkpoint(tmp_path):
     memory.mkdir()
     before = set(os.listdir("/dev/shm"))
     config = run_config(2, checkpoint={"every": 1}, parallel={"shared_memory": str(memory), "timeout_s": 60.0})
-    group = Workers(2, timeout_s=60)
-    try:
-        outcomes = group.outcomes(die_in_update, config, tmp_path / "run")
-    finally:
-        group.close()
-    survivor, dead = outcomes
+    with closing(Workers(2, timeout_s=60)) as group:
+        survivor, dead = group.outcomes(die_in_update, config, tmp_path / "run")
     assert dead is None
     assert survivor.kind == "TransferError", survivor.trace
     assert "A process died" in survivor.message

@@ -34,14 +34,6 @@ def edited(name, change):
     return lambda folder: (folder / name).write_bytes(change((folder / name).read_bytes()))
 
 
-def removed(name):
-    def damage(folder):
-        path = folder / name
-        shutil.rmtree(path) if path.is_dir() else path.unlink()
-
-    return damage
-
-
 DAMAGES = {
     "a line that is no JSON": (
         edited("metrics.jsonl", lambda text: text.replace(b"}\n", b"\n", 1)),
@@ -53,7 +45,7 @@ DAMAGES = {
         edited("config.json", lambda text: re.sub(rb'"learning_rate": [^,\n]+', b'"learning_rate": 1.0', text)),
         "keys differ: .*rl.learning_rate",
     ),
-    "config gone": (removed("config.json"), "holds no run to resume"),
+    "config gone": (lambda folder: (folder / "config.json").unlink(), "holds no run to resume"),
     "the last checkpoint is damaged": (
         edited("checkpoints/step-000009.safetensors", lambda content: content[:-1]),
         r"step-000009\.safetensors is not a whole safetensors file.*remove it to use the one before",

@@ -1,7 +1,4 @@
-"""A run that dies at any touch of the disk, and is taken up again, ends as if nothing had been.
-
-Whatever a process would write from there on is not written, and what is there by then can be read.
-"""
+"""A run that dies at any touch of the disk, and is taken up again, ends as if nothing had been."""
 
 import builtins
 import os

@@ -1,7 +1,6 @@
 """The methods: losses and gradients against those of TRL's GRPOTrainer, its own code run on the same numbers, padded.
 
-TRL computes the weights of a correction inside its generation, so that they are given to it here. What bounds cut, and
-advantages, are by hand.
+TRL computes the weights of a correction inside its generation, so that they are given to it here.
 """
 
 import math
@@ -59,30 +58,22 @@ def trl(case, *, loss_type, level="token", low=0.2, high=0.2, importance=None):
     now = padded(case, case.now).requires_grad_()
     mask = (torch.arange(now.shape[1]) < torch.from_numpy(case.lengths)[:, None]).double()
     alone = SimpleNamespace(reduce=lambda x, reduction: x, gather=lambda x: x, num_processes=1, sync_gradients=True)
+    chosen = {"loss_type": loss_type, "importance_sampling_level": level, "epsilon_low": low, "epsilon_high": high}
+    off = {"beta": 0.0, "off_policy_mask_threshold": None, "aux_loss_enabled": False, "_entropy_bonus_enabled": False}
     trainer = SimpleNamespace(
         _get_per_token_logps_and_entropies=lambda *args, **kwargs: (now, torch.zeros_like(now), None),
         accelerator=alone,
         model=SimpleNamespace(training=True),
         args=SimpleNamespace(delta=None, use_bias_correction_kl=False, steps_per_generation=1),
-        loss_type=loss_type,
-        importance_sampling_level=level,
-        epsilon_low=low,
-        epsilon_high=high,
-        beta=0.0,
         max_completion_length=9,
         current_gradient_accumulation_steps=1,
         use_vllm=importance is not None,
         vllm_importance_sampling_correction=importance is not None,
         top_entropy_quantile=1.0,
-        off_policy_mask_threshold=None,
-        aux_loss_enabled=False,
-        _entropy_bonus_enabled=False,
         _metrics={"train": defaultdict(list)},
+        **chosen | off,
     )
-    nothing = torch.zeros(len(mask), 1)
-    inputs = {
-        "prompt_ids": nothing,
-        "prompt_mask": nothing,
+    inputs = dict.fromkeys(("prompt_ids", "prompt_mask"), torch.zeros(len(mask), 1)) | {
         "completion_ids": torch.zeros_like(mask),
         "completion_mask": mask,
         "advantages": torch.from_numpy(case.advantages),

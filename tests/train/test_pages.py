@@ -8,24 +8,16 @@ import pytest
 
 from foreroute.train import parse_config, train
 from tests.train.small_runs import merged, records
-from tests.train.tiny_model import write_model, write_tokenizer
+from tests.train.tiny_model import write_model
 
-DOCS = Path(__file__).parents[2] / "docs"
-PAGE = (DOCS / "train.md").read_text(encoding="utf-8")
-
-
-def blocks(text):
-    return re.findall(r"```toml\n(.*?)```", text, re.DOTALL)
-
-
-BASE, *VARIATIONS = blocks(PAGE)
+PAGE = (Path(__file__).parents[2] / "docs" / "train.md").read_text(encoding="utf-8")
+BASE, *VARIATIONS = re.findall(r"```toml\n(.*?)```", PAGE, re.DOTALL)
 
 
 @pytest.fixture(scope="module")
 def place(tmp_path_factory):
     folder = tmp_path_factory.mktemp("page")
     write_model(folder / "model")
-    write_tokenizer(folder / "model")
     (data,) = re.findall(r"```json\n(.*?)```", PAGE, re.DOTALL)
     (folder / "train.jsonl").write_text(2 * data, encoding="utf-8")
     for name, source in re.findall(r"<!--- file: (\S+) -->\n```python\n(.*?)```", PAGE, re.DOTALL):

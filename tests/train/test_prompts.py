@@ -17,7 +17,7 @@ from foreroute.train.policy import make_policy
 from foreroute.train.prompts import make_task
 from foreroute.train.run import Watcher
 from tests.train.small_runs import SIZES, merged, records, small_config
-from tests.train.tiny_model import write_model, write_tokenizer
+from tests.train.tiny_model import write_model
 
 ROWS = [{"prompt": f"{a}+{b}=", "answer": a + b, "hard": a > 5} for a in range(9) for b in (1, 4)]
 REWARD = """
@@ -36,7 +36,6 @@ def right(prompts, responses, rows):
 def home(tmp_path_factory):
     folder = tmp_path_factory.mktemp("home")
     write_model(folder / "model")
-    write_tokenizer(folder / "model")
     (folder / "data.jsonl").write_text("".join(json.dumps(row) + "\n" for row in ROWS))
     (folder / "mine.py").write_text(REWARD)
     return folder

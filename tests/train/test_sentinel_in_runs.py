@@ -4,6 +4,7 @@ import copy
 import math
 from dataclasses import replace
 from functools import cache
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -19,9 +20,7 @@ FROZEN, SINCE = 3, 12
 """The sequence that freezes, and the position."""
 
 
-@pytest.fixture(autouse=True)
-def rewards_that_differ(monkeypatch):
-    monkeypatch.setattr(ChainTask, "rewards", random_rewards())
+pytestmark = pytest.mark.usefixtures("rewards_that_differ")
 
 
 def freeze(generation):
@@ -57,8 +56,7 @@ def before_it_freezes(watching, spoil=freeze):
 def frozen_step(watching, spoil=freeze):
     """This trainer after the step, its rollout, and the records of all steps."""
     trainer = before_it_freezes(watching, spoil)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(ChainTask, "rewards", random_rewards())  # the same in every case
+    with mock.patch.object(ChainTask, "rewards", random_rewards()):  # the same in every case
         experience, record = trainer.run_step()
     return trainer, experience, [*begun()[1], record]
 
@@ -82,17 +80,14 @@ def test_tokens_behind_the_first_wrong_row_are_not_trained_on():
 @pytest.mark.parametrize("method", ["dapo", "gspo"])
 def test_tokens_that_are_left_out_have_no_part_in_loss_and_gradients(method):
     """Old log-probs that are others there change nothing, and others before are seen to."""
-    kept, weights = 3, []
-    for noise in ("none", "behind", "before"):
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(ChainTask, "rewards", random_rewards())
-            trainer = trainer_of(small_config(rl={"method": method}))
-            experience = trainer.roll_out()
-        generation, lengths = experience.generation, experience.generation.response_lengths
-        place_R = np.arange(lengths.sum()) - np.repeat(np.cumsum(lengths) - lengths, lengths)
-        assert (place_R >= kept).any()
-        noisy_R = {"none": place_R < 0, "behind": place_R >= kept, "before": place_R == kept - 1}[noise]
-        experience = replace(experience, left_S=np.minimum(lengths, kept))
+    kept, weights, config = 3, [], small_config(rl={"method": method})
+    experience = trainer_of(config).roll_out()
+    generation, lengths = experience.generation, experience.generation.response_lengths
+    experience = replace(experience, left_S=np.minimum(lengths, kept))
+    place_R = np.arange(lengths.sum()) - np.repeat(np.cumsum(lengths) - lengths, lengths)
+    assert (place_R >= kept).any()
+    for noisy_R in (place_R < 0, place_R >= kept, place_R == kept - 1):
+        trainer = trainer_of(config)
         _, mini_batches = make_schedule(experience, trainer.config.rl, trainer.execution.ranks, seed=(0, 0))
         trainer.update(experience, mini_batches, generation.logprobs_R - np.float32(0.1) * noisy_R, None)
         weights.append(trainer.state()["model"])

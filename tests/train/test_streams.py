@@ -10,17 +10,13 @@ import numpy as np
 import pytest
 
 from foreroute.engines import vllm
-from foreroute.train.chain import ChainTask
 from foreroute.train.config import RolloutConfig
 from foreroute.train.loop import make_schedule
 from foreroute.train.policy import Alone, make_engine
 from tests.attended import SIZES, attended, chosen, followed
-from tests.train.small_runs import always_informative, small_config, trainer_of
+from tests.train.small_runs import small_config, trainer_of
 
-
-@pytest.fixture(autouse=True)
-def rewards_that_differ(monkeypatch):
-    monkeypatch.setattr(ChainTask, "rewards", always_informative)
+pytestmark = pytest.mark.usefixtures("rewards_that_differ")
 
 
 def sparse_config():
@@ -35,23 +31,22 @@ def sparse_config():
 def test_recompute_and_update_attend_to_what_the_engine_did():
     trainer, seen = trainer_of(sparse_config()), {}
 
-    def watched_update(*args, **options):
-        with attended(trainer.policy.model) as seen["update"]:
-            return update(*args, **options)
+    def watch(name, call):
+        def watched(*args, **options):
+            with attended(trainer.policy.model) as found:
+                seen.setdefault(name, found)
+                return call(*args, **options)
 
-    def watched_recompute(*args):
-        with attended(trainer.policy.model) as found:
-            executed = recompute(*args)
-        seen.setdefault("recompute", found)
-        return executed
+        setattr(trainer, name, watched)
 
-    recompute, update = trainer.recompute, trainer.update
-    trainer.recompute, trainer.update = watched_recompute, watched_update
-    experience, _ = trainer.run_step()
     for each in ("recompute", "update"):
-        others, rows = followed(seen[each], chosen(experience.generation.trace))
+        watch(each, getattr(trainer, each))
+    experience, _ = trainer.run_step()
+    for each, found in seen.items():
+        others, rows = followed(found, chosen(experience.generation.trace))
         assert rows > 100
         assert others == 0, each
+    assert seen.keys() == {"recompute", "update"}
 
 
 def test_an_engine_that_returns_no_choices_is_warned_of(monkeypatch):

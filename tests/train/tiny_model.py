@@ -6,24 +6,16 @@ from transformers import PreTrainedTokenizerFast
 from foreroute.adapters import hf
 from tests.train.small_runs import SIZES
 
-CHARACTERS = "0123456789+-*=;?#() abcdefghijklmnopqrstuvwxyz\n"
-SPECIAL = ["<pad>", "<end>", "<user>", "<bot>"]
-NUM_TOKENS = len(SPECIAL) + len(CHARACTERS)
+TOKENS = ["<pad>", "<end>", "<user>", "<bot>", *"0123456789+-*=;?#() abcdefghijklmnopqrstuvwxyz\n"]
+NUM_TOKENS = len(TOKENS)
 TEMPLATE = "{% for m in messages %}<user>{{ m['content'] }}{% endfor %}{% if add_generation_prompt %}<bot>{% endif %}"
 
 
-def write_tokenizer(folder, *, characters=CHARACTERS, **special):
-    tokens = [*SPECIAL, *characters]
-    inner = Tokenizer(models.WordLevel({token: i for i, token in enumerate(tokens)}))
+def write_model(folder, *, vocab_size=NUM_TOKENS):
+    hf.build_model("qwen3_moe", seed=3, **SIZES, vocab_size=vocab_size).save_pretrained(folder)
+    inner = Tokenizer(models.WordLevel({token: i for i, token in enumerate(TOKENS)}))
     inner.pre_tokenizer = pre_tokenizers.Split(Regex(r"[\s\S]"), "isolated")
     inner.decoder = decoders.Fuse()
-    names = {"pad_token": "<pad>", "eos_token": "<end>", "chat_template": TEMPLATE, **special}
-    PreTrainedTokenizerFast(
-        tokenizer_object=inner,
-        additional_special_tokens=SPECIAL[2:],
-        **{name: value for name, value in names.items() if value is not None},
-    ).save_pretrained(folder)
-
-
-def write_model(folder, *, vocab_size=NUM_TOKENS, **sizes):
-    hf.build_model("qwen3_moe", seed=3, **{**SIZES, **sizes, "vocab_size": vocab_size}).save_pretrained(folder)
+    names = {"pad_token": "<pad>", "eos_token": "<end>", "chat_template": TEMPLATE}
+    special = ["<user>", "<bot>"]
+    PreTrainedTokenizerFast(tokenizer_object=inner, additional_special_tokens=special, **names).save_pretrained(folder)

@@ -17,7 +17,7 @@ from foreroute.adapters import hf
 from foreroute.adapters.hf.loading import load_local, load_pretrained
 from foreroute.errors import ConfigError
 from foreroute.train.prompts import Tokenizer
-from tests.train.tiny_model import write_model, write_tokenizer
+from tests.train.tiny_model import write_model
 
 ROOT = Path(__file__).parents[3]
 
@@ -26,7 +26,6 @@ ROOT = Path(__file__).parents[3]
 def good(tmp_path_factory):
     folder = tmp_path_factory.mktemp("good")
     write_model(folder)
-    write_tokenizer(folder)
     return folder
 
 
