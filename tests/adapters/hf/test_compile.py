@@ -95,7 +95,7 @@ def test_a_compiled_model_with_checkpoints_in_several_graphs_is_refused():
     block.forward = lambda hidden, run=block.forward: (torch._dynamo.graph_break(), run(hidden))[1]
     enable_checkpointing(routed.model, True)
     compiled = torch.compile(routed.model, backend="eager")
-    with pytest.raises(ReplayError, match=r"selected 0 times.*a checkpoint that torch\.compile cannot hold"):
+    with pytest.raises(ReplayError, match=r"selected 0 times.*torch\.compile"):
         step(routed, compiled, 0, inside=False)
 
 
