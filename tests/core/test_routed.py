@@ -13,8 +13,9 @@ from foreroute.adapters import hf
 from foreroute.core import ReplayError, attach
 from foreroute.core.route_ids import INTEGERS, UNSIGNED
 from foreroute.testing.models import tiny
-from tests.adapters.hf.model_runs import batch_of, enable_checkpointing, experts_log, loss_of
+from tests.adapters.hf.model_runs import batch_of, enable_checkpointing, experts_log, gradients, loss_of
 from tests.python_calls import calls_per_layer
+from tests.replay.session_subject import same
 from tests.tiers import grid
 
 BATCH = batch_of(9, 6, 4)
@@ -27,6 +28,23 @@ def with_own_routes(model=None):
     with routed.record() as recording, torch.no_grad():
         logits = model(**BATCH, use_cache=False).logits
     return model, routed, recording.ids()[0], logits
+
+
+def test_tensors_and_traces_are_replayed_alike():
+    """Bits of the loss and of every gradient, routers' among them."""
+    ids = torch.rand((3, 9, 2, 8), generator=torch.Generator().manual_seed(0)).argsort(-1)[..., :2]
+    ids, seen = torch.where(BATCH["attention_mask"][..., None, None] > 0, ids, -1), []
+    for is_trace in (True, False):
+        model = tiny("deepseek_v3").train()
+        routed = (hf.attach if is_trace else attach)(model)
+        if is_trace:
+            given = [fr.RoutingTrace.from_padded(routed.spec, BATCH["input_ids"], ids, BATCH["attention_mask"])]
+        else:
+            given = [ids, BATCH["attention_mask"]]
+        with routed.replay(*given):
+            loss_of(model, BATCH).backward()
+        seen.append(gradients(model))
+    assert same(*seen)
 
 
 @grid("num_experts", [127, 128, 256, 32_768], quick=2)

@@ -21,12 +21,19 @@ BIAS = torch.linspace(-0.4, 0.4, 8)
 FAULTS = {"an id out of range": [3, 8, 1], "an expert twice": [3, 1, 3], "-1 beside experts": [3, -1, 1]}
 
 
-def drawn():
+def drawn(dtype=torch.float32):
     """Logits [2, 5, 8] and routes [2, 5, 3] of all rows but one."""
     generator = torch.Generator().manual_seed(0)
     ids = torch.rand(2, 5, 8, generator=generator).argsort(-1)[..., :3]
     ids[1, 2] = -1
-    return torch.rand(2, 5, 8, generator=generator) * 4, ids
+    return torch.rand(2, 5, 8, generator=generator, dtype=dtype) * 4, ids
+
+
+@pytest.mark.parametrize("rule", RULES)
+def test_gradients_are_those_of_the_formula(rule):
+    logits, ids = drawn(torch.float64)
+    given = logits.requires_grad_()
+    assert torch.autograd.gradcheck(lambda logits: select_at(logits, ids, bias=BIAS, **RULES[rule])[0], given)
 
 
 @pytest.mark.slow

@@ -59,12 +59,12 @@ def run(model, batch, *contexts, weigh=None):
 
 
 def drawn(spec, number):
-    """Micro-batches, padded on either side, of other tokens and lengths for each number; routes but of last tokens."""
+    """Micro-batches, padded on either side, of other tokens for each number; last tokens of the second lack routes."""
     batches, traces = [], []
     for m, side in enumerate(("left", "right")):
         batches.append(batch_of(7 + number, 10 - m, seed=10 * m + number, side=side))
         rng, tokens = np.random.default_rng([number, m]), sequences_of(batches[m])
-        routes = [random_ids(rng, spec, len(each) - 1) for each in tokens]
+        routes = [random_ids(rng, spec, len(each) - m, favour=1.2) for each in tokens]
         traces.append(RoutingTrace.from_sequences(spec, tokens, routes))
     return batches, traces
 

@@ -5,8 +5,10 @@ from functools import partial
 import numpy as np
 import pytest
 import torch
+import torch.distributed as dist
 from torch.distributed.checkpoint.state_dict import get_model_state_dict, get_optimizer_state_dict
 
+from foreroute.ep.transfer.peers import gather_objects
 from tests.ep.executor_properties import require_said, said_by
 from tests.ep.spread_steps import ONE_GROUP, TWO_GROUPS, SpreadStep, differing, sharded
 from tests.tiers import grid
@@ -102,7 +104,9 @@ def immovable(rank, folder):
     experts, before = list(s.routed.spread.layers[0].parameters().values()), weights(s)
 
     def refused(said, optimizer, given=1 - s.routed.home_LE):
-        require_said(said_by(partial(s.routed.move_homes, given, optimizer)), said)
+        found = said_by(partial(s.routed.move_homes, given, optimizer))
+        require_said(found, said)
+        assert gather_objects(found, dist.group.WORLD, "comparing") == [found] * 2
         assert not differing(before, weights(s))
 
     optimizer = torch.optim.Adam(sharded(s.model).parameters())
@@ -111,7 +115,7 @@ def immovable(rank, folder):
     refused("TransferError: _proj of routed layer 0 is no parameter of the optimizer", stranger)
     for each in experts:
         each.grad = torch.zeros_like(each)
-    refused("TransferError: _proj of routed layer 0 has a gradient; call zero_grad", optimizer)
+    refused("TransferError: rank 0: gate_up_proj of routed layer 0 has a gradient; call zero_grad", optimizer)
     if rank:
         optimizer.step()
     optimizer.zero_grad()
@@ -119,7 +123,7 @@ def immovable(rank, folder):
     optimizer = torch.optim.Adam(experts)
     if rank:
         optimizer.state[experts[0]]["scales"] = torch.zeros(17)
-    refused("TransferError: _proj, scales of routed layer 0 has shape (17,), expected 4 rows", optimizer)
+    refused("TransferError: rank 1: gate_up_proj, scales of routed layer 0 has shape (17,), expected 4 rows", optimizer)
 
 
 def test_what_cannot_be_moved_is_refused_on_all_ranks_and_nothing_moves(workers, folder_of):

@@ -3,11 +3,14 @@
 `executor_properties` has the controls.
 """
 
+from unittest.mock import patch
+
 import pytest
 import torch
 import torch.distributed as dist
 from transformers import AutoModelForCausalLM
 
+from foreroute.ep.compute import StackedReplicas
 from foreroute.ep.transfer.engine import TransferOptions
 from tests.adapters.hf.model_runs import enable_checkpointing
 from tests.ep.executor_properties import distance, fetched_bytes
@@ -42,15 +45,21 @@ def steps(rank, folder, sizes, dtype, ways):
         plan = None if seed is None else split_plan(seed, s.counts_MLGE, s.routed.home_LE, sharing=sharing)
         with s.execute(plan) as execution:
             found.append(s.passes())
+        if plan is not None:
+            with (
+                patch.object(StackedReplicas, "add_returned", lambda self, returned, grads: list(grads)),
+                s.execute(plan),
+            ):
+                lost = s.passes()
         me = s.routed.spread.layers[0].ep_mesh.get_local_rank()
         assert (execution.executed_ML == loads_MLG(execution.plan, s.counts_MLGE)[..., me]).all()
         assert (fetched_bytes(execution)[paths or "direct"] > 0) == (plan is not None)
     # FSDP2 divides those of experts twice in a group of one rank, in float64: findings/fsdp2_divides_twice.sh
     if dtype == torch.float64 and sizes["ep_size"] == sizes.get("fsdp_size", 0) * num_shared:
-        for _, grads in found:
+        for _, grads in (*found, lost):
             scale = dist.get_world_size() // num_shared
             grads |= {name: scale * each for name, each in grads.items() if ".experts." in name}
-    return found
+    return found, lost
 
 
 def alone(folder, num_batches):
@@ -65,8 +74,11 @@ def alone(folder, num_batches):
 
 def off(ran, expected):
     """How far log-probs and gradients are; in those of which the latter are expected."""
-    grads = {name: ran[1][name] for name in expected[1]}
-    return max(distance({"": ran[0]}, {"": expected[0]}), distance(grads, expected[1]))
+    parts = [
+        {name: each for name, each in expected[1].items() if (".experts." in name) == own} for own in (True, False)
+    ]
+    of_grads = [distance({name: ran[1][name] for name in part}, part) for part in parts]
+    return max(distance({"": ran[0]}, {"": expected[0]}), *of_grads)
 
 
 @pytest.mark.shows(
@@ -83,13 +95,14 @@ def test_a_step_with_replicas_is_that_of_all_to_all(workers, folder_of, family, 
     # a part of each rank is off by half a unit, in every layer of three, forth and back; all other sums are alike
     in_short = 3 * 2 * num_ranks * torch.finfo(torch.bfloat16).eps / 2
     bound = in_short if is_short else roundings(GRADIENT_TERMS, dtype)
-    for theirs, *ours in outcomes:
+    for (theirs, *ours), lost in outcomes:
         assert all(ran[1].keys() == theirs[1].keys() for ran in ours)
         assert max(off(ran, theirs) for ran in ours) < bound
+        assert off(lost, theirs) > bound, "the control: gradients of replicas are part of these"
     if dtype == torch.float64:
         num_shared = sizes.get("tp_size", 1)
         log_probs, grads = alone(folder_of(family), num_ranks // num_shared)
         if "fsdp_size" not in sizes:  # transformers sums these anew: findings/tensor_parallel_accumulates_norms_anew.sh
             grads = {name: each for name, each in grads.items() if "_norm." not in name}
-        for rank, (_, *ours) in enumerate(outcomes):
+        for rank, ((_, *ours), _) in enumerate(outcomes):
             assert max(off(ran, (log_probs[rank // num_shared], grads)) for ran in ours) < bound

@@ -119,9 +119,9 @@ def prepared(framework, *variant, **options):
     return on, foreign(on.routed.spec, batch_of())
 
 
-def random_ids(rng, spec, num_rows):
-    """[rows, L, K], -1 behind the picks of a layer."""
-    scores = rng.random((num_rows, spec.num_layers, spec.num_experts))
+def random_ids(rng, spec, num_rows, favour=0.0):
+    """[rows, L, K], -1 behind the picks of a layer; first experts are favoured, as by trained routers."""
+    scores = rng.random((num_rows, spec.num_layers, spec.num_experts)) - np.linspace(favour, 0, spec.num_experts)
     for layer, (num_experts, _) in enumerate(spec.sizes_L):
         scores[:, layer, num_experts:] = 2  # sorted behind all experts that there are
     return np.where(spec.is_pick_LK, np.argsort(scores, axis=-1)[..., : spec.top_k], -1)

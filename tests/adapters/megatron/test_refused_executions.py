@@ -128,7 +128,6 @@ def test_faults_behind_which_nothing_has_moved():
         refused_move("none were: rank 1: the network is down", routed)
 
 
-@pytest.mark.slow
 @on_ranks(2)
 def test_gathering_of_weights_must_be_over():
     """With overlap_param_gather, weights of other ranks are stale until they are gathered."""

@@ -102,7 +102,6 @@ def test_a_plan_knows_the_rows_that_are_spread():
     assert (routed.home_LE != routed.block_home_LE).any()
 
 
-@pytest.mark.slow
 @on_ranks(2)
 def test_checkpoints_do_not_see_replicas():
     """While a plan is executed, a model has the parameters, state and shards of checkpoints that it has else."""

@@ -53,7 +53,7 @@ def test_auxiliary_losses_count_what_the_switch_says():
 @on_ranks(1)
 def test_expert_bias_counts_what_the_switch_says_and_no_padding():
     native, given = "native", "replayed"
-    for recompute, counts in (("none", native), ("uniform", native), ("uniform", given), ("selective", given)):
+    for recompute, counts in (("none", native), ("none", given), ("uniform", given), ("selective", native)):
         on = Unmasked(model(recompute, **GATES["sigmoid with bias"]))
         trace, router = foreign(on.routed.spec, BATCH), on.routers[0]
         with on.scores() as seen:

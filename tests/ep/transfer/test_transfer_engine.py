@@ -41,14 +41,12 @@ def test_replicas_are_what_is_at_home_and_gradients_return(workers, ranks, optio
         workers(ranks).run(passes, random_plan(seed, ranks=ranks, **shape), options, dtype)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("factor", [0, 2])
+@pytest.mark.parametrize("factor", [0, pytest.param(2, marks=pytest.mark.slow)])
 def test_the_comparison_sees_gradients_lost_or_doubled_on_their_way_home(workers, factor):
     outcomes = workers(2).outcomes(passes, random_plan(0, ranks=2), DIRECT, torch.float64, factor)
     assert {outcome.kind for outcome in outcomes} == {"AssertionError"}
 
 
-@pytest.mark.slow
 def test_all_but_the_first_fetch_had_begun_before_it_was_asked_for(workers):
     plan = random_plan(5, ranks=4, micro_steps=3, layers=4, sharing="shared")
     options = TransferOptions(paths="direct")

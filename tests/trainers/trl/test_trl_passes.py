@@ -147,6 +147,7 @@ def _changed_since_old(batches, sequences):
     """Rows that experts were given in update passes, and not in the old pass over the same sequence."""
     before = [batch for batch in batches if not batch.grad]
     old = {s: batch.ids_LRK()[:, rows].swapaxes(0, 1) for batch in before for s, rows in batch.find(sequences)}
+    assert old.keys() == set(sequences), "the old pass has all"
     return differing([batch for batch in batches if batch.grad], old)[1]
 
 

@@ -213,7 +213,6 @@ def test_a_rollout_that_is_mixed_up_is_in_the_log_of_its_step_or_ends_the_run_be
     assert run.state.global_step == 2  # those of the first rollout
 
 
-@pytest.mark.slow
 def test_dropped_tokens_are_those_behind_the_first_wrong_row(folder, monkeypatch, caplog):
     def judge(sentinel, counts):
         since = int(counts.lengths_S[1]) - 4
