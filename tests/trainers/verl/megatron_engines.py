@@ -30,6 +30,8 @@ from tests.trainers.verl.verl_book import TEMPERATURE, Book, Scores
 from tests.trainers.verl.verl_engines import mean_log_prob, old_log_probs, tensordict
 
 SEQUENCES, OF_MASKS, STEPS = 16, 8, 3
+LAYERS = 4
+TENSOR, CONTEXT, PIPELINE = ({f"{kind}_parallel_size": 2} for kind in ("tensor_model", "context", "pipeline_model"))
 
 
 def linear_cross_entropy(hidden, weight, labels, temperature=1.0, reduction="none", group=None):
