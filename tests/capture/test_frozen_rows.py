@@ -64,7 +64,7 @@ def test_a_layer_that_never_changes_over_short_requests_is_refused():
 
 
 @pytest.mark.parametrize(("experts", "top_k"), [(2, 1), (4, 1), (8, 2), (4, 3)])
-@pytest.mark.parametrize("hot", [0.0, 0.5, 0.6, 0.9, 0.99])
+@pytest.mark.parametrize("hot", [0.0, 0.3, 0.5, 0.6, 0.9, 0.99])
 def test_healthy_routers_of_few_experts_pass(experts, top_k, hot):
     """Also one that sends most tokens to one set, whose runs are long."""
     spec = spec_of(experts, top_k)

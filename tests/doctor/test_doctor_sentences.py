@@ -122,14 +122,17 @@ def test_probabilities_are_judged_by_how_far_apart_they_are(without, replayed, w
     assert "F(2)" not in diagnose(probabilities(0.05, 0.01)).headline, "a share of nothing is not told"
 
 
-@pytest.mark.parametrize(("prompts", "told"), [(4, "by no more than chance"), (100, "makes it worse")])
-def test_samples_of_one_prompt_are_no_evidence_each(prompts, told):
+def test_samples_of_one_prompt_are_no_evidence_each():
     """Replay harms a quarter of 100 sequences: all samples of one prompt of four, or 25 prompts of 100."""
-    trace = synthetic_trace(spec_of(), [6] * prompts, seed=0).select(np.repeat(np.arange(prompts), 100 // prompts))
-    engine, harm = np.full(200, -3.0), np.repeat([0.5, 1e-3], [50, 150])
+    found, engine, harm = {}, np.full(200, -3.0), np.repeat([0.5, 1e-3], [50, 150])
     passes = {"native": TrainerPass(None, engine + 1e-3), "replayed": TrainerPass(None, engine + harm)}
-    evidence = Evidence(engine=trace, engine_logprobs_R=engine, response_lengths_S=np.full(100, 2), **passes)
-    assert told in str(diagnose(evidence).findings)
+    for prompts in (4, 100):
+        trace = synthetic_trace(spec_of(), [6] * prompts, seed=0).select(np.repeat(np.arange(prompts), 100 // prompts))
+        lengths = {"response_lengths_S": np.full(100, 2), "prompt_lengths_S": np.full(100, 3)}  # one is of a tool
+        found[prompts] = diagnose(Evidence(engine=trace, engine_logprobs_R=engine, **lengths, **passes))
+    assert "by no more than chance" in str(found[4].findings)
+    assert "makes it worse" in str(found[100].findings)
+    assert found[4].measures.ratio[1] > 2 * found[100].measures.ratio[1]
 
 
 def test_the_rest_is_told_with_advice():

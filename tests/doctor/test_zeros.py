@@ -61,6 +61,10 @@ def test_a_mask_that_marks_prompts_is_told(padding):
     told_now = fr.compare(trainer, engine, np.ones_like(engine)).diagnosis
     assert told_now.headline.startswith("Look at this: Every sequence begins with response tokens whose log-prob")
     assert f"{lengths.sum()} of 512 in all" in told_now.headline
+    first = trainer[0].copy()
+    trainer[0] = engine[0] - 0.01  # one sequence begins otherwise
+    assert "as where a mask marks" not in str(fr.compare(trainer, engine, np.ones_like(engine)).diagnosis.findings)
+    trainer[0] = first
     kept = np.arange(64) >= lengths[:, None]
     right = fr.compare(trainer, engine, kept & (np.arange(64) < 64 - padding)).diagnosis
     assert right.worst < Severity.WARNING

@@ -241,7 +241,7 @@ def test_padded_batches_equal_the_loop_and_ranks_can_agree_on_their_number():
         lengths = rng.integers(0, 20, int(rng.integers(1, 30))).tolist()
         budget = max(lengths) + int(rng.integers(0, 60))
         batches = padded_batches(lengths, budget)
-        assert [batch.tolist() for batch in batches] == layout_oracle.greedy_padded_batches(lengths, budget)
+        assert [batch.tolist() for batch in batches] == layout_oracle.greedy_padded_batches(lengths, budget), seed
     batches = padded_batches([4, 4, 4, 4, 1], 100, min_count=3)
     assert [batch.tolist() for batch in batches] == [[0, 1], [2], [3, 4]]
     assert len(padded_batches([4] * 5, 100, min_count=5)) == 5

@@ -203,7 +203,7 @@ def test_any_mask_equals_a_loop():
                 expected.append(row if mask[b, t] else -1)
                 row += int(mask[b, t])
         found = locate_rows(trace, ids, mask)
-        assert (found.tolist(), found.dtype) == (expected, np.int64)
+        assert (found.tolist(), found.dtype) == (expected, np.int64), seed
         assert np.array_equal(locate_rows(trace, ids.astype(np.int32), mask.astype(bool)), found)
 
 

@@ -90,6 +90,11 @@ def test_copies_of_a_root_say_it_once():
         [0, 4, 0],
     ]
     assert (many.median, many.threshold, many.steep, many.far) == (one.median, np.inf, [], ())
+    # the same picks behind other texts, and where no text is known, as of arrays
+    for tokens_N in (np.arange(len(rows)), np.zeros(len(rows))):
+        apart = [replace(each.select(copies), token_ids_N=tokens_N.astype(np.int32)) for each in sides]
+        found = root_mismatch(*apart, deficits_NL=deficits[rows])
+        assert (found.distinct_L.tolist(), found.steep) == ([0, 80, 0], [(1, 80.0)])
 
 
 def test_what_stands_far_out_is_told_by_the_batch_alone():

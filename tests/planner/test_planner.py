@@ -21,7 +21,8 @@ def test_plans_of_random_workloads_are_valid_and_the_same_for_any_number_of_thre
     for seed in range(36):
         options = PlanOptions(tolerance=(0.0, 0.02, 0.1)[seed // 6 % 3], slots=slots)
         ranks = (2, 4, 8)[seed % 3]
-        counts = skewed_counts(seed, (3, 2, ranks, 16), 0.1 + seed % 4)
+        cells = (9, 5) if seed < 3 else (3, 2)  # several for each of seven threads
+        counts = skewed_counts(seed, (*cells, ranks, 16), 0.1 + seed % 4)
         topology = Topology(ranks, ranks // (1 + seed % 2), redundant, LINKS)
         found = plan(counts, topology, options)
         verify(found, counts, options)

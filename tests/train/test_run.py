@@ -23,7 +23,7 @@ from tests.train.small_runs import records, same_state, small_config, small_valu
 
 @pytest.fixture(scope="module")
 def whole(tmp_path_factory):
-    """The run that others are compared with, with all its checkpoints. Tests leave its folder as it is."""
+    """The run that others are compared with, and its checkpoint. Tests leave its folder as it is."""
     return train(small_config(rl={"steps": 2}), tmp_path_factory.mktemp("runs") / "whole")
 
 

@@ -34,6 +34,7 @@ def test_recompute_and_update_attend_to_what_the_engine_did():
     def watch(name, call):
         def watched(*args, **options):
             with attended(trainer.policy.model) as found:
+                assert name == "recompute" or name not in seen  # which is run again without replay, to measure
                 seen.setdefault(name, found)
                 return call(*args, **options)
 

@@ -72,6 +72,7 @@ def run_doctor(
                 engine=trace,
                 engine_logprobs_R=None if generation is None else generation.logprobs_R,
                 response_lengths_S=None if generation is None else generation.response_lengths,
+                prompt_lengths_S=None if generation is None else generation.prompt_lengths,
                 native=TrainerPass(executed, None if own is None else own.logprobs_R),
                 replayed=None if replayed is None else _replayed(replayed, trace),
                 expected_version=weight_version,

@@ -45,7 +45,7 @@ class Comparison:
             `max_abs_log_ratio`; the same under replay as `replayed/k3` and so on, and `gain`, k3 without over k3 with
             it; of the two parts of k3, in nats, `k3/routing` and `k3/rest`; of routes `routed_rows`, `differing_share`,
             `differing_tokens_share` and `overlap`, and `roots_share` and `consequences_share` of the same decisions.
-        errors: of those that are means over tokens, the standard errors, over sequences that do not depend on others.
+        errors: of those that are means over tokens, the standard errors, as if no sequence depended on another.
         diagnosis: what it means, and what to do.
     """
 

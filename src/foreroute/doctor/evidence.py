@@ -78,6 +78,7 @@ class Evidence:
         engine: the trace in question.
         engine_logprobs_R: the engine's log-probs of the response tokens.
         response_lengths_S: how many of these each sequence has.
+        prompt_lengths_S: how many tokens of the engine's trace come before the first of them.
         native: the trainer on its own routes.
         replayed: the trainer on the engine's routes.
         repeated: the trainer on its own routes once more, on the same batches.
@@ -97,6 +98,7 @@ class Evidence:
     engine: RoutingTrace | None = None
     engine_logprobs_R: NDArray[Any] | None = None
     response_lengths_S: NDArray[np.integer] | None = None
+    prompt_lengths_S: NDArray[np.integer] | None = None
     native: TrainerPass | None = None
     replayed: TrainerPass | None = None
     repeated: TrainerPass | None = None
@@ -297,16 +299,13 @@ def _units(evidence: Evidence) -> NDArray[np.int64] | None:
 
     Tokens behind one prompt are no independent draws: what differs in its rows is in all samples of it.
     """
-    engine, lengths_S = evidence.engine, evidence.response_lengths_S
+    engine, lengths_S, prompts_S = evidence.engine, evidence.response_lengths_S, evidence.prompt_lengths_S
     if lengths_S is None or evidence.engine_logprobs_R is None or lengths_S.sum() != len(evidence.engine_logprobs_R):
         return None
     units = np.arange(len(lengths_S))
-    # routes in arrays have no tokens
-    if engine is not None and len(engine) == len(lengths_S) and engine.token_ids_N.any():
-        ends = engine.offsets[1:] - lengths_S
-        prompts = [
-            engine.token_ids_N[first:end].tobytes() for first, end in zip(engine.offsets[:-1], ends, strict=True)
-        ]
+    if engine is not None and prompts_S is not None:
+        spans = zip(engine.offsets[:-1], prompts_S, strict=True)
+        prompts = [engine.token_ids_N[first : first + size].tobytes() for first, size in spans]
         numbers = {prompt: number for number, prompt in enumerate(prompts)}
         units = np.array([numbers[prompt] for prompt in prompts], np.int64)
     return np.repeat(units, lengths_S)

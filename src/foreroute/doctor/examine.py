@@ -76,7 +76,7 @@ def examine(
     if sequences is None:
         return Evidence(**given)
     given["engine_logprobs_R"] = None if generation is None else generation.logprobs_R
-    given["response_lengths_S"] = sequences.response_lengths
+    given |= {"response_lengths_S": sequences.response_lengths, "prompt_lengths_S": sequences.prompt_lengths}
     return _passes(routed, sequences, temperature, micro_step_tokens, given)
 
 

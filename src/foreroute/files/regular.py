@@ -76,7 +76,7 @@ def open_regular(path: str | os.PathLike[str], error: type[InputError]) -> Buffe
         # O_NONBLOCK: to open a FIFO would otherwise wait for a writer
         descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
     except FileNotFoundError as cause:
-        raise error(f"{path} does not exist" + ("" if path.is_absolute() else f" in {Path.cwd()}")) from cause
+        raise error(f"{path} does not exist" + " in the working folder" * (not path.is_absolute())) from cause
     except (OSError, ValueError) as cause:  # a ValueError for a path that is no name
         raise error(f"{path} cannot be opened ({reason(cause)})") from cause
     mode = os.fstat(descriptor).st_mode

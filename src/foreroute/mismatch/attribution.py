@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from itertools import islice
+from itertools import islice, pairwise
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -105,8 +105,8 @@ class RootMismatch:
     Attributes:
         rows: number of token rows compared.
         roots_L: int64 [L], decisions that are roots.
-        distinct_L: int64 [L], the same where copies are one: samples of one prompt share its rows, and a near-tie there
-            is a root in each of them.
+        distinct_L: int64 [L], the same where those behind the same text are one: samples of one prompt share its rows,
+            and a near-tie there is a root in each of them. Of routes in arrays all are distinct.
         consequences_L: int64 [L], those that differ in the trainer's own pass and are no root; None where that pass is
             not known.
         median: of the deficits of distinct roots that are no ties; NaN where there is none.
@@ -195,7 +195,7 @@ def root_mismatch(
         # of copies the first counts, which is the one that is least like a near-tie
         order = np.argsort(-deficits[row_of, layer_of], kind="stable")
         row_of, layer_of = row_of[order], layer_of[order]
-    kept = _first_of_copies(engine, replayed, row_of, layer_of)
+    kept = np.sort(np.unique(_first_rows(engine)[row_of] * differs_RL.shape[1] + layer_of, return_index=True)[1])
     row_of, layer_of = row_of[kept], layer_of[kept]
     distinct_L = np.bincount(layer_of, minlength=differs_RL.shape[1])
     if deficits_NL is not None:
@@ -216,14 +216,19 @@ def root_mismatch(
     return RootMismatch(len(rows), roots_L, distinct_L, consequences, median, threshold, worst)
 
 
-def _first_of_copies(
-    engine: RoutingTrace, replayed: RoutingTrace, row_of: NDArray[np.int64], layer_of: NDArray[np.int64]
-) -> NDArray[np.int64]:
-    """Give the places, in order, of roots that no earlier one repeats: layer, position, token and both selections."""
-    places = layer_of, engine.positions_N[row_of], engine.token_ids_N[row_of]
-    picks = (np.sort(trace.expert_ids_NLK[row_of, layer_of], axis=-1) for trace in (engine, replayed))
-    alike: NDArray[Any] = np.column_stack((*places, *picks))
-    return np.sort(np.unique(alike, axis=0, return_index=True)[1])
+def _first_rows(trace: RoutingTrace) -> NDArray[np.int64]:
+    """Give for each row that of one sequence for all with the same text up to there, int64 [N]."""
+    first_N, tokens_N = np.arange(trace.num_rows), trace.token_ids_N.astype(">i4")
+    if not tokens_N.any():  # of routes in arrays no text is known
+        return first_N
+    # in the order of their texts, each shares most with the one before
+    spans = [slice(*each) for each in pairwise(trace.offsets.tolist())]
+    for before, own in pairwise(sorted(spans, key=lambda span: tokens_N[span].tobytes())):
+        size = min(before.stop - before.start, own.stop - own.start)
+        differs = tokens_N[before][:size] != tokens_N[own][:size]
+        shared = int(differs.argmax()) if differs.any() else size
+        first_N[own.start : own.start + shared] = first_N[before.start : before.start + shared]
+    return first_N
 
 
 def _differing(engine: RoutingTrace, other: RoutingTrace) -> tuple[NDArray[np.bool_], NDArray[np.int64]]:

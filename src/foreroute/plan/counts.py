@@ -137,8 +137,8 @@ def _check_shape(given: NDArray[Any], num_ranks: int | None) -> None:
     ranks, experts = given.shape[2:]
     if num_ranks is not None and ranks != num_ranks:
         raise CountsError(
-            f"counts have {ranks} source ranks and the topology {num_ranks}; expected the same (num_ranks of the "
-            f"topology), and counts, here {given.shape}, as [micro-steps, layers, source ranks, experts]"
+            f"counts have {ranks} source ranks and the topology {num_ranks}; set num_ranks of the topology. Counts, "
+            f"here {given.shape}, are [micro-steps, layers, source ranks, experts]"
         )
     if experts % ranks:
         raise CountsError(

@@ -105,7 +105,7 @@ class WorkloadConfig(Section):
     counts: str | None = None
     """Instead: [counts file](formats.md#other-files), for all groups."""
     traces: tuple[str, ...] = ()
-    """Instead: traces of one step, for all groups, packed as by `foreroute plan`. Paths are from the working folder."""
+    """Instead: traces of one step, for all groups, packed as by `foreroute plan`."""
     previous_counts: str | None = None
     """With counts: of the step before."""
     tokens_per_rank: DrawnTokens | None = None

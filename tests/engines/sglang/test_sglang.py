@@ -99,7 +99,9 @@ def test_choices_of_indexers_are_asked_for_where_the_server_returns_them(tmp_pat
     record = payload(DATA / "generate.json")
     rows = len(record["tokens"][0]) - 1
     indexers = IndexerSpec(2, (RoutedLayer(0), RoutedLayer(2)))
-    served = replace(ServedModel.of(policy()), indexers=indexers)
+    served = ServedModel.of(policy())
+    assert served.indexers is None
+    served = replace(served, indexers=indexers)
     chosen = np.full((rows, 3, 2), -1, np.int32)
     chosen[0, :, 0], chosen[1:] = 0, [0, 1]
 

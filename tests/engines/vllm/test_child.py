@@ -143,7 +143,6 @@ def test_a_server_that_does_not_end_is_killed_with_all_it_started(started, monke
             os.killpg(engine._process._process.pid, signal.SIGKILL)
 
 
-@pytest.mark.slow
 def test_a_server_removes_no_folder_that_was_not_made_for_it(tmp_path):
     (tmp_path / "kept.txt").write_text("mine")
     command = [sys.executable, "-c", "from foreroute.engines import inside_vllm; inside_vllm._end_with_trainer()"]

@@ -73,6 +73,7 @@ def engine_at(server, routed, folder, version=None, **given):
 def test_a_rollout_asks_for_what_it_needs_and_reads_the_answer(routed, tmp_path):
     with serving(answers := Server()) as server:
         engine = engine_at(server, routed, tmp_path, version=6)
+        assert engine._client._timeout_s == 5
         got = engine.generate([PROMPT], SAMPLED, seeded())
         engine.close()
     assert_routes(got.trace, answers.record)
