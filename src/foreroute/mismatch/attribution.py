@@ -106,7 +106,7 @@ class RootMismatch:
         rows: number of token rows compared.
         roots_L: int64 [L], decisions that are roots.
         distinct_L: int64 [L], the same where those behind the same text are one: samples of one prompt share its rows,
-            and a near-tie there is a root in each of them. Of routes in arrays all are distinct.
+            and a near-tie there is a root in each of them. In arrays, without text, all are distinct.
         consequences_L: int64 [L], those that differ in the trainer's own pass and are no root; None where that pass is
             not known.
         median: of the deficits of distinct roots that are no ties; NaN where there is none.
