@@ -174,6 +174,7 @@ REFUSED = [
     *(("logprobs_R", make, NO_LOGPROBS) for make in (list, lambda each: each.astype(complex), lambda each: each[1:])),
     ("sampled_N", lambda each: each | True, "token 0 of sequence 0, .* said to be sampled"),
     ("sampled_N", lambda each: each & False, "not said to be sampled"),
+    ("sampled_N", lambda each: np.where(np.arange(len(each)) < len(each) - 1, each, False), "not said to be sampled"),
     ("sampled_N", lambda each: each.astype(np.int8), "numpy, bool"),
     *(("sampled_N", lambda each, value=value: value, "sampled tokens") for value in ("x", [[True], [True, True]])),
 ]

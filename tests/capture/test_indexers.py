@@ -89,6 +89,7 @@ REFUSED = {
     "of one token": (put([returned()[0], "AAAAAAAAAAA=", returned()[2]]), "sequence 1 are 8 bytes"),
     "floats": (put([returned()[0].astype(float), *returned()[1:]]), "dtype float64; expected integers"),
     "no indexers": (put(returned(), None), r"IndexerSpec.*layer"),
+    "indexers of a number": (put(returned(), 3), r"IndexerSpec.*layer"),
     "indexers of no layer": (put(returned(), IndexerSpec(3, ())), r"IndexerSpec.*layer"),
     "indexers of heads": (put(returned(), IndexerSpec(3, LAYERS, heads=2)), r"IndexerSpec.*layer"),
     "unknown indexers": (read(sglang(OWN), None), "indexers are None; .*: pass indexers="),

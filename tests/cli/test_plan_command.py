@@ -89,7 +89,8 @@ def test_counts_to_table_plan_and_page(files, tmp_path):
     for shown in (page, result.stdout):
         words = " ".join(shown.split())
         assert "Use the plan" in words or "Do not use the plan" in words
-        assert bool(re.search(r"load_plan.*routed\.execute.*docs/experts\.md", words)) == ("Use the plan" in words)
+        loaded = f"load_plan('{output}'), then routed.execute: docs/experts.md"
+        assert (loaded in html.unescape(words)) == ("Use the plan" in words)
         assert re.search(r"of the model's 48 layers.*assignments: [\d,]+ tokens at top-2", html.unescape(words))
     warm = f"before.safetensors --previous {output} --output {tmp_path / 'next.safetensors'} --no-baselines"
     result = plan(f"--topology cluster.toml {warm} --set threads=2", files)

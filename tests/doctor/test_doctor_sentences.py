@@ -126,13 +126,18 @@ def test_samples_of_one_prompt_are_no_evidence_each():
     """Replay harms a quarter of 100 sequences: all samples of one prompt of four, or 25 prompts of 100."""
     found, engine, harm = {}, np.full(200, -3.0), np.repeat([0.5, 1e-3], [50, 150])
     passes = {"native": TrainerPass(None, engine + 1e-3), "replayed": TrainerPass(None, engine + harm)}
-    for prompts in (4, 100):
+    for prompts in (1, 4, 100):
         trace = synthetic_trace(spec_of(), [6] * prompts, seed=0).select(np.repeat(np.arange(prompts), 100 // prompts))
         lengths = {"response_lengths_S": np.full(100, 2), "prompt_lengths_S": np.full(100, 3)}  # one is of a tool
-        found[prompts] = diagnose(Evidence(engine=trace, engine_logprobs_R=engine, **lengths, **passes))
+        evidence = Evidence(engine=trace, engine_logprobs_R=engine, **lengths, **passes)
+        found[prompts] = diagnose(evidence)
     assert "by no more than chance" in str(found[4].findings)
     assert "makes it worse" in str(found[100].findings)
     assert found[4].measures.ratio[1] > 2 * found[100].measures.ratio[1]
+    # one prompt alone has no error, and its samples are taken for the draws
+    assert found[1].measures.ratio == found[100].measures.ratio
+    with pytest.raises(InputError, match=r"99 prompt.*100 sequences"):
+        diagnose(replace(evidence, prompt_lengths_S=np.full(99, 3)))
 
 
 def test_the_rest_is_told_with_advice():

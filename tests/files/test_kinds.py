@@ -64,7 +64,10 @@ OF_KIND = {
     "parquet": (b"PAR1" + bytes(40), "Parquet"),
     "LFS": (b"version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 12\n", "Git LFS"),
     "JSON": (b' {"model_type": "qwen3_moe", "num_experts": 8}', "it is JSON"),
-    "JSON Lines": (b'{"input": "a"}\n{"input": "b"}\n', "JSON Lines"),
+    "JSON Lines": (
+        b'{"input": "a"}\n{"input": "b"}\n',
+        "JSON Lines (.jsonl). Hand in one of its values, or a JSON list",
+    ),
     "TOML": (b"# a cluster\n[topology]\nnum_ranks = 8\n", "it is TOML"),
     "text": ("Zuerst, später".encode(), "it is text"),
     "nothing": (b"", "empty"),

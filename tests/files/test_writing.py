@@ -168,7 +168,8 @@ def test_what_is_no_file_is_refused_at_once_by_the_callers_error(tmp_path):
         (tmp_path / ("x" * 300), "cannot be opened"),
         (tmp_path / "file" / "below", "cannot be opened"),
         (Path("a\0b"), "cannot be opened"),
-        (tmp_path / "missing", "does not exist"),
+        (tmp_path / "missing", "does not exist$"),
+        (Path("no such file"), "does not exist in the working folder$"),
     ):
         for read in (read_file, read_text, open_regular, TensorFile):
             with pytest.raises(TraceFileError, match=said):

@@ -108,9 +108,9 @@ def changed(where, value, dtype=np.int64):
 @pytest.mark.parametrize(
     ("counts", "words"),
     [
-        (GOOD[0], r"shape \(3, 4, 8\).*micro-steps"),
+        (GOOD[0], r"shape \(3, 4, 8\).*\[micro-steps, layers, source ranks, experts\]"),
         (GOOD[:0], "none of them 0"),
-        (GOOD[:, :, :3], "8 experts.*3 ranks"),
+        (GOOD[:, :, :3], r"8 experts.*3 ranks.*\[micro-steps"),
         (GOOD.astype(float), "float64.*integers"),
         (changed((1, 2, 3, 4), -7, np.int32), "-7 in micro-step 1, layer 2, source rank 3"),
         (changed((1, 2, 3, 4), 2**64 - 1, np.uint64), "18446744073709551615 in micro-step 1"),

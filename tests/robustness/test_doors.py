@@ -326,7 +326,7 @@ CARELESS = {
     "hangs": signal.pause,
     "wrong exit codes": lambda: (print("no code of ours", file=sys.stderr), sys.exit(3)),
     "raw bytes": lambda: print("\x1b[2J"),
-    "silent": lambda: sys.exit(2),
+    "silent": lambda: (print(file=sys.stderr), sys.exit(2)),
     "destroyed": lambda: Path("there.txt").unlink(),
 }
 """Verbs with one defect each, by its kind."""

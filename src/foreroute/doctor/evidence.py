@@ -14,7 +14,7 @@ from numpy.typing import ArrayLike, NDArray
 from foreroute.conformance import ConformanceReport
 from foreroute.doctor.attribution import Attribution
 from foreroute.doctor.zeros import Zeros, denied_zeros
-from foreroute.errors import printable
+from foreroute.errors import InputError, printable
 from foreroute.mismatch import (
     Defect,
     Explanation,
@@ -304,10 +304,17 @@ def _units(evidence: Evidence) -> NDArray[np.int64] | None:
         return None
     units = np.arange(len(lengths_S))
     if engine is not None and prompts_S is not None:
+        if not len(prompts_S) == len(lengths_S) == len(engine):
+            raise InputError(
+                f"{len(prompts_S)} prompt lengths and {len(lengths_S)} response lengths are given of the "
+                f"{len(engine)} sequences of the engine's trace; give one of each per sequence"
+            )
         spans = zip(engine.offsets[:-1], prompts_S, strict=True)
         prompts = [engine.token_ids_N[first : first + size].tobytes() for first, size in spans]
         numbers = {prompt: number for number, prompt in enumerate(prompts)}
-        units = np.array([numbers[prompt] for prompt in prompts], np.int64)
+        # of one prompt alone there is no error to tell, and that of its samples is nearest to it
+        if len(numbers) > 1:
+            units = np.array([numbers[prompt] for prompt in prompts], np.int64)
     return np.repeat(units, lengths_S)
 
 

@@ -14,6 +14,7 @@ from foreroute.adapters import hf
 from foreroute.adapters.hf.trace_rows import TraceRows
 from foreroute.errors import BatchMismatchError
 from foreroute.layout import locate_rows, pad
+from foreroute.replay import RootRows
 from foreroute.testing.counting_device import DEVICE, other_device
 from foreroute.testing.models import tiny
 from tests.adapters.hf.model_runs import batch_of, packed
@@ -229,7 +230,7 @@ def test_what_replay_adds_to_a_layer(absent, how, added):
 
 
 @pytest.mark.parametrize("options", [{"margins": True}, {"native": True}])
-def test_recordings_and_telemetry_wait_for_nothing_and_keep_tokens_that_are_overwritten(options):
+def test_recordings_telemetry_and_roots_wait_for_nothing_and_keep_tokens_that_are_overwritten(options):
     here, batch = model_on("cpu"), padded("right")
     with torch.no_grad(), here.record() as expected:
         here.model(**given_on("cpu", batch), use_cache=False)
@@ -241,7 +242,10 @@ def test_recordings_and_telemetry_wait_for_nothing_and_keep_tokens_that_are_over
             assert waits(device, there, given) == unpatched
         with there.replay(trace_of(there.spec), telemetry=True) as session:
             assert waits(device, there, given) == unpatched
+        with there.listening(roots := RootRows(there)), there.replay(trace_of(there.spec)):
+            assert waits(device, there, given) == unpatched
         for each in given.values():
             each.zero_()
+        assert roots.read(LENGTHS).roots_N.any()
         assert recording.trace().equals(expected.trace())
         assert session.agreement().rows == sum(LENGTHS) - len(LENGTHS)

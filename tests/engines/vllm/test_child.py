@@ -46,8 +46,7 @@ def loaded(engine, routed, version=1):
     return engine
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("release", ["0.28.0", "0.30.0", "0.32.0"])
+@grid("release", ["0.28.0", "0.30.0", "0.32.0"], quick=1)
 def test_sequences_are_grouped_by_prompt_in_every_release(routed, started, monkeypatch, release):
     monkeypatch.setenv("FAKE_VLLM_VERSION", release)
     asked, engine = prompts(5, 9), loaded(started(), routed, version=4)
