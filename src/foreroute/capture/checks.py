@@ -233,7 +233,8 @@ def _rows_that_end_alike(trace: RoutingTrace, rows: NDArray[np.int64]) -> NDArra
     number_R = number_N[trace.valid_N[start:]]
     ascending_R = np.sort(number_R)
     twice = ascending_R[1:][ascending_R[1:] == ascending_R[:-1]]
-    return rows[np.isin(number_R, twice)] if len(twice) else twice.astype(np.int64)
+    # by sorting: NumPy 2.0 makes a table for few numbers, and cannot index it from 2^63 on
+    return rows[np.isin(number_R, twice, kind="sort")] if len(twice) else twice.astype(np.int64)
 
 
 def _equal_picks(a: NDArray[Any], b: NDArray[Any]) -> NDArray[np.bool_]:
