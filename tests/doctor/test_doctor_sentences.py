@@ -8,7 +8,7 @@ import pytest
 
 from foreroute.conformance import ALL_CHECKS, CheckResult, ConformanceReport, Outcome
 from foreroute.doctor import Evidence, Finding, Severity, diagnose
-from foreroute.doctor.evidence import TrainerPass
+from foreroute.doctor.evidence import EXPLAINS, Rescored, TrainerPass
 from foreroute.errors import InputError
 from foreroute.testing.routes import synthetic_trace
 from tests.mismatch import planted_defects as planted
@@ -120,6 +120,21 @@ def test_probabilities_are_judged_by_how_far_apart_they_are(without, replayed, w
     assert ("natural logarithms" in str(found.findings)) == (max(without, replayed or 0) > 0.1 and told == "")
     assert "Parity would pay" not in str(found.findings), "where most tokens are apart, something is broken"
     assert "F(2)" not in diagnose(probabilities(0.05, 0.01)).headline, "a share of nothing is not told"
+
+
+@pytest.mark.parametrize(("sets", "topic"), [(2, "masks"), (32, "temperature")])
+def test_a_temperature_that_is_only_nearer_is_no_cause(sets, topic):
+    """The engine draws from the two most likely tokens of 32, or at the temperature that is near to that."""
+    p_V = np.array([0.42, 0.28, *[0.01] * 30])
+    at = {t: p_V ** (1 / t) / (p_V ** (1 / t)).sum() for t in (1.0, 0.7)}
+    q_V = (at[1.0] if sets == 2 else at[0.7])[:sets]
+    drawn = np.repeat(np.arange(sets), np.rint(400 * q_V / q_V.sum()).astype(int))
+    engine = np.log(q_V / q_V.sum())[drawn]
+    own, other = (np.log(each)[drawn] for each in at.values())
+    passes = {"native": TrainerPass(None, own), "replayed": TrainerPass(None, own)}
+    found = diagnose(Evidence(engine_logprobs_R=engine, rescored=(Rescored(0.7, False, other),), **passes))
+    assert found.measures.rescored[1].k3 * EXPLAINS < found.measures.with_replay.k3
+    assert found.findings[0].topic == topic
 
 
 def test_samples_of_one_prompt_are_no_evidence_each():

@@ -40,7 +40,10 @@ def about_masks(evidence: Evidence, measures: Measures) -> Iterator[Finding]:
         yield Finding(Severity.PROBLEM, "masks", sentence, OF_THEIR_TOKENS)
     has_masks = evidence.engine is not None and SAMPLING in evidence.engine.streams
     far = measures.with_replay
-    if measures.rescored is not None and far is not None and measures.rescored[1].k3 * EXPLAINS < far.k3:
+    # the mean ratio is 1 over tokens that both sides can draw, however noisy; below it some were left out
+    ratio, error = (1.0, 0.0) if measures.ratio is None or has_masks else measures.ratio
+    is_cut = ratio + 4 * error < KEPT_MASS
+    if not is_cut and measures.rescored is not None and far is not None and measures.rescored[1].k3 * EXPLAINS < far.k3:
         other, found = measures.rescored
         on = " on the sampling masks" if other.on_sets else " over all tokens" if has_masks else ""
         yield Finding(
@@ -50,12 +53,11 @@ def about_masks(evidence: Evidence, measures: Measures) -> Iterator[Finding]:
             f"and {far.k3:.2e} as the trainer takes them{', on the sampling masks' if has_masks else ''}.",
             AS_SAMPLED,
         )
-    # the mean ratio is 1 over tokens that both sides can draw, however noisy; below it some were left out
-    elif measures.ratio is not None and not has_masks and measures.ratio[0] + 4 * measures.ratio[1] < KEPT_MASS:
+    elif is_cut:
         yield Finding(
             Severity.PROBLEM,
             "masks",
-            f"Trainer over engine is {measures.ratio[0]:.3f} on average, where 1 is expected: the engine drew from "
+            f"Trainer over engine is {ratio:.3f} on average, where 1 is expected: the engine drew from "
             "fewer tokens than the trainer scores, by top-p, top-k or min-p, and the trace has no sampling masks.",
             RECORD_MASKS,
         )

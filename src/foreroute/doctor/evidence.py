@@ -129,8 +129,8 @@ class Measures:
     repacked_routes: RoutingMismatch | None = None
     zeros: tuple[Zeros, ...] = ()  # log-probs of exactly 0 of one side that the other denies
     # trainer's over engine's probability, mean over tokens and the standard error of that, on the engine's routes where
-    # those were replayed. It is 1 where both draw from the same tokens, however far apart they are. Tokens of `zeros`,
-    # and those to which the engine gives 1, are left out.
+    # those were replayed, and read as `rescored` where that is known. It is 1 where both draw from the same tokens,
+    # however far apart they are. Tokens of `zeros`, and those to which the engine gives 1, are left out.
     ratio: tuple[float, float] | None = None
     # by how much replay raises a token's part of k3: the mean over tokens and the standard error of that
     rise: tuple[float, float] | None = None
@@ -269,7 +269,9 @@ def _with_tokens(found: Measures, evidence: Evidence) -> Measures:
     trainer_R = native_R if replayed_R is None else replayed_R
     if trainer_R is None:
         return found
-    found = replace(found, ratio=_ratio(trainer_R, engine_R, zeros, units_R))
+    # at another temperature rare tokens, of which hardly one is drawn, carry the mean
+    as_read_R = trainer_R if nearest is None else nearest[0].logprobs_R
+    found = replace(found, ratio=_ratio(as_read_R, engine_R, zeros, units_R))
     if zeros:  # sequences of zeros fit nowhere, and set the others apart
         return found
     order = None if evidence.response_lengths_S is None else _order(trainer_R, engine_R, evidence.response_lengths_S)
