@@ -5,8 +5,8 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from foreroute.errors import CountsError, TopologyError
-from foreroute.plan import PlanOptions, Topology
+from foreroute.errors import ConfigError, CountsError, PlanError, TopologyError
+from foreroute.plan import Links, PlanOptions, Topology
 from foreroute.plan.checker import verify
 from foreroute.plan.plan_file import plan_to_bytes
 from foreroute.planner import plan, plan_cell
@@ -36,6 +36,13 @@ def test_bad_input_is_refused():
     counts = skewed_counts(5, (2, 1, 4, 16))
     with pytest.raises(CountsError, match=r"set num_ranks.*\[micro-steps"):  # as in tests/plan/test_counts.py
         plan(counts[:, :, :2], topology)
+    for given, costs in ((None, None), ("cluster.toml", None), (topology, topology)):
+        with pytest.raises(ConfigError, match=r"(topology|costs) is a .*load_cluster"):
+            plan(counts, given, costs=costs)
+    with pytest.warns(UserWarning, match="nearer"):
+        replace(topology, links=Links(45e9, 340e9, 50e9, 2e-5, 5e-5))
+    with pytest.raises(PlanError, match=r"'train'.*recompute"):
+        plan(counts, topology).decision("train")
     with pytest.raises(TopologyError, match=r"4.*rank"):
         plan(counts, topology, home_LE=np.zeros((1, 16), np.int64))
 

@@ -12,13 +12,13 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from foreroute.errors import CountsError, PlanError
+from foreroute.errors import CountsError, PlanError, shown
 from foreroute.files.container import TensorSchema
 from foreroute.layout import Packing
 from foreroute.plan.capabilities import FetchPath
 from foreroute.plan.counts import counts_digest, packed_counts, tokens_digest
 from foreroute.plan.hosts import CellPlan, Hosts
-from foreroute.plan.options import PassName, SlotSharing
+from foreroute.plan.options import PASS_NAMES, PassName, SlotSharing
 from foreroute.plan.topology import Topology
 from foreroute.trace.container import RoutingTrace
 
@@ -123,6 +123,8 @@ class StepPlan:
 
     def is_at_home(self, pass_name: PassName) -> bool:
         """Say whether every expert serves at its home in a pass: the plan has no replica, or saves too little there."""
+        if pass_name not in PASS_NAMES:
+            raise PlanError(f"a pass is {shown(pass_name)}; expected one of {', '.join(PASS_NAMES)}")
         # what was never priced is executed: somebody asked for it
         return len(self.hosts.expert_R) == 0 or self.gains.get(pass_name, 1.0) < LEAST_GAIN
 
@@ -134,6 +136,7 @@ class StepPlan:
 
     def decision(self, pass_name: PassName) -> str:
         """State the decision on a pass, and why, in words."""
+        is_at_home = self.is_at_home(pass_name)
         if len(self.hosts.expert_R) == 0:
             return "at homes: the plan has no replicas"
         if pass_name not in self.gains:
@@ -141,7 +144,7 @@ class StepPlan:
         moved = bool((self.home_LE != self.previous_home_LE).any())
         homes = "the homes that experts move to" if moved else "homes"
         gain = f"{abs(self.gains[pass_name]):.1%} of the modelled time at {homes}"
-        if not self.is_at_home(pass_name):
+        if not is_at_home:
             free = f", {' and '.join(self.unpriced)} at no price" * bool(self.unpriced)
             return f"by the plan: it saves {gain}{free}"
         verb = "cost" if self.gains[pass_name] < 0 else "save"

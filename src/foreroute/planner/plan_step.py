@@ -73,7 +73,8 @@ def plan(
     Raises:
         CountsError: when the counts are no counts, not of these ranks, or of experts that do not divide over them.
         TopologyError: when ranks are not home to E / G experts each.
-        ConfigError: when something was asked for that needs a cost model, and there is none, or needs sequences.
+        ConfigError: when something was asked for that needs a cost model, and there is none, or needs sequences; for
+            a topology or costs of another type.
     """
     return plan_and_why(counts_MLGE, topology, options, home_LE=home_LE, costs=costs)[0]
 
@@ -91,6 +92,12 @@ def plan_and_why(
 
     `on_progress` is called with the number of cells planned so far and in all, from a planner's thread.
     """
+    for name, given, expected in (("topology", topology, Topology), ("costs", costs, CostModel)):
+        if not isinstance(given, expected) and (name, given) != ("costs", None):
+            raise ConfigError(
+                f"{name} is a {type(given).__name__}; expected a {expected.__name__}: load_cluster(path).{name} of a "
+                "topology file"
+            )
     counts = check_counts(counts_MLGE, num_ranks=topology.num_ranks)
     _, num_layers, _, num_experts = counts.shape
     if home_LE is None:
