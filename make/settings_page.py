@@ -25,6 +25,7 @@ stands neither here nor on the framework's page. [What runs where](where.md) has
 NOT_TRIED = {
     "Hugging Face": (
         "4-bit, FP8 and MXFP4 weights that stay packed on a GPU",
+        "FSDP1",
         "Unsloth itself; kernels of the Hub themselves",
         "sequence and context parallelism of `accelerate`",
     ),

@@ -130,6 +130,9 @@ DAMAGED = [
     ({"meta_info": {}}, "has no routed_experts in .*; start the engine"),
     # of no form, or of two
     ("{", "the text, which may have been cut, is not JSON"),
+    ('data: {"choices": []}\n\ndata: [DONE]', "JSON.*without `stream`"),
+    ([], "list.*is empty"),
+    ({"choices": []}, "no choices"),
     (b"\xff\xfe\x00", "not text in UTF-8"),
     (np.zeros((2, 3, 4, 2), int), r"do not say what is padding: RoutingTrace.from_padded takes them"),
     ([raw(""), ROWS], "mix forms .array, sglang."),

@@ -51,7 +51,7 @@ ARRAYS = {"routed_experts": torch.zeros(2, 3, 1, 2, dtype=torch.int64)}
 OF_KIND = {
     "torch, zipped": (in_memory(lambda file: torch.save(ARRAYS, file)), "torch.save (.pt)"),
     "pickle": (pickle.dumps(ARRAYS["routed_experts"].numpy()), "a pickle"),
-    "npy": (in_memory(lambda file: np.save(file, np.zeros((2, 3)))), "(.npy)"),
+    "npy": (in_memory(lambda file: np.save(file, np.zeros((2, 3)))), "or write counts by foreroute.plan.save_counts"),
     "gzip": (gzip.compress(b"{}" * 9, mtime=0), "gzip"),
     "bzip2": (bz2.compress(b"{}"), "bzip2 (.bz2). Unpack"),
     "xz": (lzma.compress(b"{}"), "xz (.xz). Unpack"),

@@ -72,7 +72,7 @@ def read_output(output: Any) -> tuple[Form, list[RawSequence]]:
         return _from_one(output)
     items = items_of(output, "the list of outputs")
     if not items:
-        raise _no_routes(items)
+        raise CaptureError("the list of outputs is empty; pass what the engine answered")
     found = []
     for number, item in enumerate(items):
         try:
@@ -123,6 +123,8 @@ def _from_one(output: Any) -> tuple[Form, list[RawSequence]]:
     if batch is not None:
         return Form.VERL, _verl(batch)
     choices = _first(output, "outputs", "choices")
+    if isinstance(choices, list | tuple) and not choices:
+        raise CaptureError("the answer has no choices, so nothing was sampled; leave it out")
     if isinstance(choices, list | tuple) and choices:
         given = enumerate(items_of(choices, "the choices"))
         found = [_sequence(choice, choice, output, f"choice {number}") for number, choice in given]
@@ -215,7 +217,9 @@ def _no_routes(record: Any, what: str = "the output") -> CaptureError:
         error = field_of(record, "detail") if error is None else error  # of a path that the server lacks
         if error is not None:
             said = repr(error[:300]) if type(error) is str else shown(error)
-            return CaptureError(f"{what} is an error of the engine: {said}; ask again as its message says")
+            return CaptureError(
+                f"{what} is an error of the engine: {said}; ask as it says, or read the server's log if it failed"
+            )
         keys = (key for key in items_of(record, "the keys") if type(key) is str and field_of(record, key) is not None)
         seen = str(sorted(keys)[:12])
     return CaptureError(

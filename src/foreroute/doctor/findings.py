@@ -279,9 +279,9 @@ def _routes(evidence: Evidence, measures: Measures) -> Iterator[Finding]:
         Severity.FINE if explained.kind is Defect.NONE else Severity.NOTE,
         "routes",
         f"Other experts were picked in {routes.differing_share:.1%} of the routing decisions, and in at least one "
-        f"layer of {routes.differing_tokens_share:.1%} of the tokens. Most often, for {share:.0%} of these tokens, the "
-        f"first layer that differs is {measures.layers[first]}."
-        + (f" All sequences agree before position {agreed}." if agreed else ""),
+        f"layer of {routes.differing_tokens_share:.1%} of the tokens: first in {measures.layers[first]} for "
+        f"{share:.0%} of these, more often than in any other."
+        + (f" No token before position {agreed} differs." if agreed else ""),
     )
 
 
@@ -340,7 +340,9 @@ def _replay(evidence: Evidence, measures: Measures, is_broken: bool) -> Iterator
         may_help = measures.rise is not None and (replayed.k3 - SURE * measures.rise[1]) * HELPS <= without.k3
         tokens, advice = ("over these tokens", TOO_FEW) if may_help else ("here", "")
         own, under = (None if each is None else each.logprobs_R for each in (evidence.native, evidence.replayed))
-        if own is not None and under is not None and np.array_equal(own, under):
+        # a pass that the doctor ran itself was one under replay
+        was_given = evidence.replayed is not None and evidence.replayed.native is None
+        if was_given and own is not None and under is not None and np.array_equal(own, under):
             advice = SAME_PASS
         yield Finding(Severity.NOTE, "replay", f"R3 makes little difference {tokens}: {both}.", advice)
     elif measures.rise is not None and measures.rise[0] <= SURE * measures.rise[1]:

@@ -78,7 +78,7 @@ def _describe(problem: Any, table: type[BaseModel]) -> str:
     if problem["type"] == "missing":
         return f"{key}: required and not given"
     seen = "" if problem["type"] == "value_error" else f" (got {shown(problem['input'])})"
-    return f"{key + ': ' if key else ''}{problem['msg']}{seen}"
+    return f"{key + ': ' if key else ''}{problem['msg'].removeprefix('Value error, ')}{seen}"
 
 
 def _known_keys(table: type[BaseModel], location: Sequence[str | int]) -> list[str]:

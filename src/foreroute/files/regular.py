@@ -37,7 +37,7 @@ LINE = rb"(\xef\xbb\xbf)?(\s|#[^\n]*\n)*"
 KINDS = {
     rb"\Z": "empty. Was it written to the end? Make it again",
     rb".{4}\0{4}\{": "a safetensors file",
-    rb"\x93NUMPY": f"an array of numpy (.npy). {WITH_NUMPY}",
+    rb"\x93NUMPY": f"an array of numpy (.npy). {WITH_NUMPY}, or write counts by foreroute.plan.save_counts",
     ZIPPED + rb"/(data\.pkl|\.format_version|byteorder|version)": f"a file of torch.save (.pt), a zip. {WITH_TORCH}",
     ZIPPED + rb"\.npy": f"a zip of arrays of numpy (.npz). {WITH_NUMPY}",
     rb"PK\x03\x04": f"a zip archive. {UNPACK}",
@@ -56,6 +56,7 @@ KINDS = {
     LINE + rb"<(?i:!doctype|html)": "a page in HTML. It may tell what went wrong when it was fetched",
     LINE + rb"(\[{1,2}[A-Za-z_][\w.-]*\]{1,2}\s|[A-Za-z_][\w.-]*[ \t]*=)": "TOML",
     LINE + rb"[{\[][^\n]*[}\]]\r?\n[{\[]": "JSON Lines (.jsonl). Hand in one of its values, or a JSON list of them",
+    LINE + rb"data: *[{\[]": "a stream of events. Ask the server without `stream`",
     LINE + rb"[{\[]": "JSON",
     rb"": "text",
 }

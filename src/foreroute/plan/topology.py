@@ -73,7 +73,7 @@ class Topology:
         near, far = self.links.node_bytes_per_s, self.links.cluster_bytes_per_s
         if self.ranks_per_node < self.num_ranks and far > near:
             warnings.warn(
-                f"cluster_bytes_per_s of [links] is {far:g}, and node_bytes_per_s {near:g}: other nodes are nearer than "
+                f"[links] cluster_bytes_per_s is {far:g}, and node_bytes_per_s {near:g}: other nodes are nearer than "
                 "ranks of the same node",
                 stacklevel=3,
             )

@@ -77,7 +77,7 @@ class ClusterConfig(Section):
     """How the GPUs are divided up."""
 
     gpus: Count
-    """All GPUs; a multiple of `expert_parallel`."""
+    """All GPUs; a multiple of `expert_parallel`. Those of a node are `ranks_per_node` of [hardware]."""
     expert_parallel: Ranks
     """GPUs that share a layer's experts."""
     redundant_slots: Slots = 2
