@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
-# Guess, written down before as what a probe expected: after `hotswap_adapter` a model has the logits of one that loaded the new adapter, also
-# where its rank is lower than that of the old one, for LoRA on attention and on experts (`target_parameters`) alike.
+# Guess, written down before as what a probe expected: after `hotswap_adapter` a model has the logits of one that loaded
+# the new adapter, also where its rank is lower than that of the old one, for LoRA on attention and on experts alike.
 # Seen in PEFT 0.21.2 with transformers 5.24.0: so it is for attention, and for experts at an equal or a higher rank. An
 # adapter of half the rank leaves half of the experts without any update, and gives the others, all but the first, one made
 # of rows of other experts; from rank 8 to 2 three quarters have none. Logits are off by more than the adapter changes
