@@ -155,36 +155,36 @@ def _shown(record: MethodRecord, cells: int) -> dict[str, float]:
 
 
 def _against_eplb(
-    counts: NDArray[np.int32], topology: Topology, home_LE: NDArray[np.int16], ours: Mapping[str, float], repeats: int
+    counts: NDArray[np.int32], topology: Topology, home_LE: NDArray[np.int16], exact: Mapping[str, float], repeats: int
 ) -> dict[str, float]:
-    """Set ours exact, slots kept per layer, beside EPLB per micro-step with as many slots, which may move all homes.
+    """Set exact plans, slots kept per layer, beside EPLB per micro-step with as many slots, which may move all homes.
 
-    EPLB begins with contiguous homes. Times, `ours` among them, are of the quickest of `repeats` runs.
+    EPLB begins with contiguous homes. Times, `exact` among them, are of the quickest of `repeats` runs.
     """
     found = plan(counts, topology, PlanOptions(tolerance=0.0), home_LE=home_LE)
     cells = counts.shape[0] * counts.shape[1]
     contiguous_LE = np.tile(topology.contiguous_home_E(counts.shape[3]), (counts.shape[1], 1))
     problem = BalancerInput(counts, topology, contiguous_LE)
-    theirs = list(eplb_micro_step(problem))
+    eplb = list(eplb_micro_step(problem))
     fast_us = quickest(lambda: list(eplb_micro_step(problem)), repeats) * 1e6 / cells
-    pairs = zip(found.max_load_ML.ravel(), theirs, problem.cells(), strict=True)
+    pairs = zip(found.max_load_ML.ravel(), eplb, problem.cells(), strict=True)
     worse = sum(most > int(other.loads_G(counts_GE).max()) for most, other, (_, counts_GE) in pairs)
-    moves = sum(int(other.fetched_R.sum()) for other in theirs)
-    ours_moves = int(found.hosts.fetched_R.sum()) + int((home_LE != contiguous_LE).sum())
+    moves = sum(int(other.fetched_R.sum()) for other in eplb)
+    plan_moves = int(found.hosts.fetched_R.sum()) + int((home_LE != contiguous_LE).sum())
     return {
         "cells_worse_balanced": int(worse),
         "cells": cells,
-        "moves_ratio": round(ours_moves / moves, 4),
+        "moves_ratio": round(plan_moves / moves, 4),
         "eplb_us_per_cell": round(fast_us, 1),
-        "eplb_over_ours": round(fast_us / ours["us_per_cell"], 2),
-        "eplb_over_ours_persistent": round(fast_us / ours["persistent_us_per_cell"], 2),
+        "eplb_over_foreroute": round(fast_us / exact["us_per_cell"], 2),
+        "eplb_over_foreroute_persistent": round(fast_us / exact["persistent_us_per_cell"], 2),
     }
 
 
 def _traffic(name: str, costs: CostModel, *, quick: bool) -> dict[str, float]:
     """Replicas against traffic in 8 slots over load balancing alone in 2, empty slots; even sources.
 
-    Beside it, likewise over ours with 2 slots: the LAER-style balancer, which lays all experts anew in every cell with
+    Beside it, likewise over plans with 2 slots: the LAER-style balancer, which lays all experts anew in every cell with
     traffic in view, with as many slots.
     """
     figures = {}

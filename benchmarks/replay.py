@@ -99,16 +99,16 @@ def run(*, quick: bool) -> dict[str, Any]:
         "forward_a_over_a": ratio(lambda: eager.forward(), eager.forward, pairs=many),
         "step_a_over_a": ratio(lambda: eager.step(), eager.step, pairs=few),
     }
-    by_kind = {"grouped_mm": _forwards(eager, many, ratio) | _steps(eager, few, ratio)}
-    for kind in ("eager", "batched_mm"):
-        bench = Bench.of(kind)
-        by_kind[kind] = _forwards(bench, many // 2, ratio) | _steps(bench, max(few // 2, 2), ratio)
-    by_kind["compiled"] = _steps(Bench.of("grouped_mm", compiler), max(few // 2, 2), ratio)
+    by_implementation = {"grouped_mm": _forwards(eager, many, ratio) | _steps(eager, few, ratio)}
+    for implementation in ("eager", "batched_mm"):
+        bench = Bench.of(implementation)
+        by_implementation[implementation] = _forwards(bench, many // 2, ratio) | _steps(bench, max(few // 2, 2), ratio)
+    by_implementation["compiled"] = _steps(Bench.of("grouped_mm", compiler), max(few // 2, 2), ratio)
     metrics: dict[str, Any] = {}
-    for name, figure in (figures | by_kind["grouped_mm"]).items():
+    for name, figure in (figures | by_implementation["grouped_mm"]).items():
         metrics |= near_one(name, figure)
-    for kind, found in by_kind.items():
-        metrics[kind] = {key: value for name, figure in found.items() for key, value in near_one(name, figure).items()}
+    for name, found in by_implementation.items():
+        metrics[name] = {key: value for each, figure in found.items() for key, value in near_one(each, figure).items()}
     return {
         "metrics": metrics | _bytes_per_token(eager),
         "baselines": {name: figures[name].shown() for name in ("forward_a_over_a", "step_a_over_a")},

@@ -3,7 +3,7 @@
 A small model is trained by eight optimizer's steps to a rollout; its engine, bfloat16 or FP8-like, routes the text.
 Faults are planted into the routes of rollouts behind the warm-up, and replayed as all others are.
 
-- `found`: by kind, whether all trials were found in their batch; `named`, how many got the right name.
+- `found`: by fault, whether all trials were found in their batch; `named`, how many got the right name.
 - `false_alarms`: what the sentinel says is a bound. Measured are healthy rollouts with their eight mini-batches, each
   with a past of its own; and sequences that are drawn anew, each from the blocks of 8 rows of a healthy one, so that
   `sequences` at a threshold is the share of drawn sequences whose bound was below it, and `least_bound` the lowest.
@@ -170,21 +170,21 @@ def run(*, quick: bool) -> dict[str, Any]:
         trials = {name: [_planted(run, fault, s) for s in range(1, num_trials + 1)] for name, fault in FAULTS.items()}
         found[precision] = {name: all(seen) for name, seen in trials.items()}
         named[precision] = {
-            name: [sum(FAULTS[name].looks_like in seen for seen in of_kind), len(of_kind)]
-            for name, of_kind in trials.items()
+            name: [sum(FAULTS[name].looks_like in seen for seen in of_fault), len(of_fault)]
+            for name, of_fault in trials.items()
         }
         curves[precision] = _false_alarms(run, num_drawn // len(PRECISIONS))
         older[precision] = {f"{rate:g}": _older(precision, rate) for rate in RATES[: 1 if quick else None]}
-    kinds: dict[str, Any] = {name: all(found[precision][name] for precision in PRECISIONS) for name in FAULTS}
+    by_fault: dict[str, Any] = {name: all(found[precision][name] for precision in PRECISIONS) for name in FAULTS}
     for steps in (1, 8):
-        kinds[f"weights_{steps}_ago"] = {
+        by_fault[f"weights_{steps}_ago"] = {
             f"{precision}, {rate}": of_rate[str(steps)]["found"]
             for precision, of_rates in older.items()
             for rate, of_rate in of_rates.items()
         }
     return {
         "metrics": {
-            "found": kinds,
+            "found": by_fault,
             "named": named,
             "older_weights": older,
             "false_alarms": {"healthy": alarms, "drawn": curves},

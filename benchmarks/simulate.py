@@ -1,12 +1,12 @@
-"""Worth of plans, simulated: every method over ours, and ours over forced balance, in both passes.
+"""Worth of plans, simulated: every method over foreroute, and foreroute over forced balance, in both passes.
 
 H100-class GPUs; workloads G8 to G64 and E256, the same tokens for every method. **Every second is modelled.** Planning
 is measured here, on one thread.
 
 `metrics.<model>.one_node` is what an executor carries out: 8 GPUs, a row for every assignment. `metrics.<model>.EP<n>`
 is not: 8 nodes of 8, expert parallelism over 8 to 64 GPUs, deduplicated dispatch; `not_executed` says what is missing.
-Both are for 8k tokens of a GPU in a micro-step and ours with two slots, stopping at 1.02 times the mean; `by_tokens`
-has other sizes, and on 64 GPUs plain copies too.
+Both are for 8k tokens of a GPU in a micro-step and foreroute with two slots, stopping at 1.02 times the mean;
+`by_tokens` has other sizes, and on 64 GPUs plain copies too.
 
 Clusters grow in two ways. More groups at the same expert parallelism (`by_gpus`): every group plans its own step
 (`planning_ms`), or one planner plans for all (`one_planner_over_recompute`). Larger groups (`by_ranks_of_a_group`): a
@@ -26,9 +26,12 @@ from foreroute.simulate import SimulationRecord, parse_config, simulate
 MODELS = {"qwen3-30b-a3b": "qwen3_30b_a3b", "qwen3-235b-a22b": "qwen3_235b_a22b"}
 RANKS = (8, 16, 32, 64)
 TOKENS = {"2k": 2048, "8k": 8192, "16k": 16_384}
-METHODS = ("static", "eplb_previous", "eplb_step", "eplb_micro_step", "ours", "ours_exact", "ours_traffic")
-FEW = ("static", "eplb_micro_step", "ours", "ours_traffic")
-ALONE = ("static", "ours")
+METHODS = (
+    *("static", "eplb_previous", "eplb_step", "eplb_micro_step"),
+    *("foreroute", "foreroute_exact", "foreroute_traffic"),
+)
+FEW = ("static", "eplb_micro_step", "foreroute", "foreroute_traffic")
+ALONE = ("static", "foreroute")
 SKEWS = (0.5, 1.0, 2.0, 4.0)
 MICRO_STEPS = 16
 GPUS, LARGE_GROUPS = (64, 256, 1024, 4096), (16, 64, 128, 256)
@@ -97,28 +100,28 @@ def _simulated(
 
 
 def _figures(found: SimulationRecord) -> dict[str, Any]:
-    """Reduce a simulation: what ours gains over each method, and what part of what forced balance gains each has."""
-    ours, static = found["ours"], found["static"]
+    """Reduce a simulation: what foreroute gains over each method, and each one's part of what forced balance gains."""
+    plan, static = found["foreroute"], found["static"]
     return {
-        "not_executed": list(ours.not_executed),
+        "not_executed": list(plan.not_executed),
         "static_imbalance": round(static.imbalance, 3),
-        "speedup_over": {one.name: round(one.training_s / ours.training_s, 4) for one in found.methods if one != ours},
+        "speedup_over": {one.name: round(one.training_s / plan.training_s, 4) for one in found.methods if one != plan},
         "share_of_forced_balance": {one.name: round(one.share_of_forced_balance, 4) for one in found.methods},
-        "share_of_bound": round(ours.share_of_bound, 4),
+        "share_of_bound": round(plan.share_of_bound, 4),
         "forced_balance_speedup_over_static": round(static.training_s / found.forced_balance_s, 4),
     }
 
 
 def _growth(found: SimulationRecord) -> dict[str, Any]:
     """Reduce the simulation of a cluster that grows."""
-    ours = found["ours"]
+    plan = found["foreroute"]
     return {
-        "not_executed": list(ours.not_executed),
+        "not_executed": list(plan.not_executed),
         "groups": found.groups,
         "groups_simulated": found.groups_simulated,
-        "speedup_over_static": round(ours.speedup_over_static, 4),
-        "step_s": round(ours.step_s, 3),
-        "planning_ms": round(ours.planning_s * 1e3, 1),
-        "one_planner_over_recompute": round(ours.planning_s * found.groups / ours.phases.recompute, 4),
-        "first_micro_step_ms": round(ours.planning_s / MICRO_STEPS * 1e3, 2),
+        "speedup_over_static": round(plan.speedup_over_static, 4),
+        "step_s": round(plan.step_s, 3),
+        "planning_ms": round(plan.planning_s * 1e3, 1),
+        "one_planner_over_recompute": round(plan.planning_s * found.groups / plan.phases.recompute, 4),
+        "first_micro_step_ms": round(plan.planning_s / MICRO_STEPS * 1e3, 2),
     }

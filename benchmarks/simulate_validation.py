@@ -25,7 +25,7 @@ from foreroute.plan import PlanOptions
 
 SKEWS = (0.0, 1.0)
 SEQUENCES = (1, 2, 4, 8)
-OPTIONS = {"home": PlanOptions(replicas=False), "ours": PlanOptions(slots="shared")}
+OPTIONS = {"home": PlanOptions(replicas=False), "foreroute": PlanOptions(slots="shared")}
 FOLDS = 3
 """Coprime to the two ways of serving a step, so that every fold has both."""
 

@@ -37,7 +37,7 @@ OLMOE = {
     "vocabulary": 50304,
 }
 """OLMoE-1B-7B, whose experts and picks are as many as those of the model that made the routes."""
-SIMULATED = ("static", "eplb_previous", "eplb_micro_step", "ours")
+SIMULATED = ("static", "eplb_previous", "eplb_micro_step", "foreroute")
 """Methods that are simulated; LLEP stands beside them."""
 TOKENS = 8192
 """Of a rank in a simulated micro-step."""
@@ -75,8 +75,8 @@ def balanced(steps: Steps) -> dict[str, dict[str, float]]:
         free = replace(cluster.topology, redundant_slots=counts.shape[3] - counts.shape[3] // BASE_RANKS)
         free_llep = {"llep_free": OTHER_BALANCERS["llep"]}
         found += compare(replace(problem, topology=free), cluster.costs, free_llep)
-        ours: StepPlan = plan(counts, cluster.topology, PlanOptions(tolerance=0.0), home_LE=home_LE)
-        found.append(figures_of(ours, counts, cluster.costs, label="ours", planning_s=0.0))
+        exact: StepPlan = plan(counts, cluster.topology, PlanOptions(tolerance=0.0), home_LE=home_LE)
+        found.append(figures_of(exact, counts, cluster.costs, label="foreroute_exact", planning_s=0.0))
         for record in found:
             records.setdefault(record.name, []).append(record)
     return {

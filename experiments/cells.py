@@ -12,7 +12,7 @@ from experiments.models import configuration
 TRAINER_VERSION = 1
 """Of `foreroute.train` and of what is measured here. Whoever changes what a run computes or keeps raises it: results of
 another version are out of date."""
-Kind = Literal["static", "noise", "served", "train", "routes"]
+Experiment = Literal["static", "noise", "served", "train", "routes"]
 
 
 @dataclass(frozen=True)
@@ -21,8 +21,8 @@ class Cell:
 
     Attributes:
         arm: what it is called on the page, such as "B/R3/tis/8".
-        kind: "static" measures the mismatch at fixed weights, "noise" an engine against itself, "served" vLLM against
-            itself, "train" is a run of RL, "routes" the loads of one.
+        experiment: "static" measures the mismatch at fixed weights, "noise" an engine against itself, "served" vLLM
+            against itself, "train" is a run of RL, "routes" the loads of one.
         seed: of the weights, the problems and the samples.
         start: the name of the model that it starts from, in `models.py`.
         settings: sections of a configuration of `foreroute train` that differ from those in `models.py`.
@@ -30,7 +30,7 @@ class Cell:
     """
 
     arm: str
-    kind: Kind
+    experiment: Experiment
     seed: int
     start: str
     settings: dict[str, dict[str, Any]] = field(default_factory=dict)

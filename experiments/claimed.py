@@ -186,10 +186,10 @@ def _balance() -> Iterator[Claim]:
         yield Claim(claim, quantity, "EPLB by the micro-step before minus by the step before", guide)
     for dealt, words in DEALT.items():
         claim = f"Routes known beforehand level them ({words}; ForeMoE)"
-        yield Claim(claim, quantity, "planned", Level(of(dealt, "ours"), 1.05), "below")
+        yield Claim(claim, quantity, "planned", Level(of(dealt, "foreroute_exact"), 1.05), "below")
     for dealt, words in DEALT.items():
         claim = f"LLEP leaves more than a plan with as many slots ({words})"
-        yield Claim(claim, quantity, "LLEP minus planned", Difference(of(dealt, "llep"), of(dealt, "ours")))
+        yield Claim(claim, quantity, "LLEP minus planned", Difference(of(dealt, "llep"), of(dealt, "foreroute_exact")))
 
 
 def _noise() -> Iterator[Claim]:

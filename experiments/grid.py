@@ -20,7 +20,7 @@ MINI_STEPS = (1, 2, 4, 8)
 FEW = range(3)
 """Of what takes long, runs of 400 steps and vLLM: as few as a verdict needs."""
 LONG_STEPS = 400
-TIS = {"correction": {"kind": "tis", "high": 2.0}}
+TIS = {"correction": {"method": "tis", "high": 2.0}}
 GSPO = {"method": "gspo", "clip_low": 3e-4, "clip_high": 4e-4}
 NO_CLIP = 1e9
 

@@ -23,11 +23,11 @@ METHODS = {
     "laer": "LAER-style",
     "llep": "LLEP-style",
     "llep_free": "LLEP-style with a slot for every expert",
-    "ours": "foreroute (exact)",
+    "foreroute_exact": "foreroute (exact)",
 }
 ENGINES = {"bfloat16": "bfloat16", "fp8": "fp8", "float32": "float32", "vllm": "vLLM"}
-SIMULATED = ("eplb_previous", "eplb_micro_step", "llep", "ours", "forced_balance")
-SUMMARY = ("static", "eplb_previous", "eplb_last", "eplb_micro_step", "llep", "ours")
+SIMULATED = ("eplb_previous", "eplb_micro_step", "llep", "foreroute", "forced_balance")
+SUMMARY = ("static", "eplb_previous", "eplb_last", "eplb_micro_step", "llep", "foreroute_exact")
 SPREADS = {
     "step_correlation": "correlation of a step's loads with the step before",
     "step_change": "change from step to step",
@@ -156,7 +156,7 @@ def _generator_rows() -> Iterable[Row]:
 
 
 def _simulated_rows() -> Iterable[Row]:
-    named = METHODS | {"ours": "foreroute (1.02 times the mean)", "forced_balance": "forced balance"}
+    named = METHODS | {"foreroute": "foreroute (1.02 times the mean)", "forced_balance": "forced balance"}
     for method in SIMULATED:
         figures = (Measure("H/routes", at(of, method)) for of in ("simulated", "workload_simulated"))
         yield (named[method], *(Shown(figure, interval_text) for figure in figures))

@@ -80,10 +80,10 @@ def run_cell(cell: Cell, starts: Path) -> dict[str, Any]:
 
     base = base_values(cell.start)
     # routes have a start of their own, which is part of what they take
-    checkpoint = starts if cell.kind == "routes" else started(starts, cell.start, base, cell.seed)
+    checkpoint = starts if cell.experiment == "routes" else started(starts, cell.start, base, cell.seed)
     begun = time.process_time()
     measures = {"static": run_static, "noise": run_noise, "served": run_served, "train": run_training}
-    figures = (measures | {"routes": run_routes})[cell.kind](cell, base, checkpoint)
+    figures = (measures | {"routes": run_routes})[cell.experiment](cell, base, checkpoint)
     return {
         "cell": cell.name,
         "digest": cell.digest(base),

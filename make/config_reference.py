@@ -57,18 +57,18 @@ def pages() -> dict[Path, str]:
     return written
 
 
-def tables(kind: type[Section], name: str = "") -> Iterator[str]:
+def tables(cls: type[Section], name: str = "") -> Iterator[str]:
     """The lines of a table, then those of the tables in it."""
     if name:
-        yield from (f"### [{name}]", "", _first_paragraph(kind), "")
-    texts, rows, inner = _attribute_docstrings(kind), [], []
-    for key, info in kind.model_fields.items():
+        yield from (f"### [{name}]", "", _first_paragraph(cls), "")
+    texts, rows, inner = _attribute_docstrings(cls), [], []
+    for key, info in cls.model_fields.items():
         if isinstance(info.annotation, type) and issubclass(info.annotation, Section):
             inner.append((info.annotation, f"{name}.{key}" if name else key))
             continue
         annotation = Annotated[(info.annotation, *info.metadata)] if info.metadata else info.annotation
         default = "required" if info.is_required() else _shown(info.get_default(call_default_factory=True))
-        rows.append((key, _values(annotation, default), _required(texts, key, kind)))
+        rows.append((key, _values(annotation, default), _required(texts, key, cls)))
     yield from _list(rows)
     for child, path in inner:
         yield from tables(child, path)
@@ -76,17 +76,17 @@ def tables(kind: type[Section], name: str = "") -> Iterator[str]:
 
 def topology_tables() -> Iterator[str]:
     """Write tables whose keys are the attributes of dataclasses."""
-    for name, kind in TABLES.items():
-        yield from (f"#### [{name}]", "", _first_paragraph(kind), "")
-        texts, hints = _attributes_section(kind), get_type_hints(kind)
+    for name, cls in TABLES.items():
+        yield from (f"#### [{name}]", "", _first_paragraph(cls), "")
+        texts, hints = _attributes_section(cls), get_type_hints(cls)
         known = keys_of(name)
         rows = [
             (
                 field.name,
                 "" if field.default is MISSING else _values(hints[field.name], _shown(field.default)),
-                _required(texts, field.name, kind),
+                _required(texts, field.name, cls),
             )
-            for field in fields(kind)
+            for field in fields(cls)
             if field.name in known
         ]
         if "preset" in known:
@@ -136,11 +136,11 @@ def _range(metadata: Iterable[Any]) -> str:
     return " ".join(f"{sign} {bound:,g}" for bound, sign, _ in shown)
 
 
-def _bound(metadata: Iterable[Any], kinds: Mapping[type, tuple[str, str, str]]) -> tuple[float, str, str]:
+def _bound(metadata: Iterable[Any], constraints: Mapping[type, tuple[str, str, str]]) -> tuple[float, str, str]:
     """The bound, its sign, and its bracket; empty words where there is none."""
     for each in metadata:
-        for kind, (attribute, sign, bracket) in kinds.items():
-            if isinstance(each, kind):
+        for constraint, (attribute, sign, bracket) in constraints.items():
+            if isinstance(each, constraint):
                 return getattr(each, attribute), sign, bracket
     return 0, "", ""
 
@@ -156,19 +156,19 @@ def _list(rows: list[tuple[str, str, str]]) -> Iterator[str]:
     yield ""
 
 
-def _required(texts: Mapping[str, str], key: str, kind: type) -> str:
+def _required(texts: Mapping[str, str], key: str, cls: type) -> str:
     if key not in texts:
-        raise SystemExit(f"{kind.__module__}.{kind.__name__}.{key} says nowhere what it means; write a string under it")
+        raise SystemExit(f"{cls.__module__}.{cls.__name__}.{key} says nowhere what it means; write a string under it")
     return texts[key]
 
 
-def _first_paragraph(kind: type) -> str:
-    return _joined((inspect.getdoc(kind) or "").split("\n\n")[0])
+def _first_paragraph(cls: type) -> str:
+    return _joined((inspect.getdoc(cls) or "").split("\n\n")[0])
 
 
-def _attribute_docstrings(kind: type) -> dict[str, str]:
+def _attribute_docstrings(cls: type) -> dict[str, str]:
     """The string literal that follows each annotated name in the body of a class."""
-    [definition] = ast.parse(textwrap.dedent(inspect.getsource(kind))).body
+    [definition] = ast.parse(textwrap.dedent(inspect.getsource(cls))).body
     assert isinstance(definition, ast.ClassDef), "the source of a class is a class"
     texts = {}
     for before, after in zip(definition.body, definition.body[1:], strict=False):
@@ -177,9 +177,9 @@ def _attribute_docstrings(kind: type) -> dict[str, str]:
     return texts
 
 
-def _attributes_section(kind: type) -> dict[str, str]:
-    assert is_dataclass(kind), "tables without strings under their keys are dataclasses"
-    section = (inspect.getdoc(kind) or "").split("Attributes:\n")[-1].split("\n\n")[0]
+def _attributes_section(cls: type) -> dict[str, str]:
+    assert is_dataclass(cls), "tables without strings under their keys are dataclasses"
+    section = (inspect.getdoc(cls) or "").split("Attributes:\n")[-1].split("\n\n")[0]
     entries = re.findall(r"^ {4}(\w+): (.*(?:\n {8}.*)*)", section, re.MULTILINE)
     # what follows the first letter stays: single letters such as E, and quoted values
     return {name: text[:1].upper() + _joined(text)[1:] for name, text in entries}

@@ -1,4 +1,4 @@
-"""Writes the table of docs/tensors.md from tests/peers: kinds, variants and the mark of each file.
+"""Writes the table of docs/tensors.md from tests/peers: models, variants and the mark of each file.
 
 `make config-reference` runs it. Tests are read, not imported, as each needs an environment of its own:
 
@@ -27,7 +27,7 @@ def peers_table(tests: Path = ROOT / "tests" / "peers") -> str:
 def _line(file: Path) -> str:
     tree = ast.parse(file.read_text("utf-8"))
     calls = [node for node in ast.walk(tree) if isinstance(node, ast.Call)]
-    kinds = [ast.literal_eval(call.args[0]) for call in calls if ast.unparse(call.func) == "Kind"]
+    cases = [ast.literal_eval(call.args[0]) for call in calls if ast.unparse(call.func) == "Case"]
     [(peer, typed)] = [
         map(ast.literal_eval, call.args) for call in calls if ast.unparse(call.func).endswith("mark.proven")
     ]
@@ -41,7 +41,7 @@ def _line(file: Path) -> str:
     version = re.search(rf"{peer}==(\S+)", (ROOT / "make" / "peers.mk").read_text("utf-8"))
     if version is None:
         raise ValueError(f"{file}: make/peers.mk has no {peer}")
-    return f"| {peer} {version[1]} | {'; '.join(kinds)} | {', '.join(variants)} | {typed} |\n"
+    return f"| {peer} {version[1]} | {'; '.join(cases)} | {', '.join(variants)} | {typed} |\n"
 
 
 def with_table(page: str) -> str:

@@ -27,10 +27,10 @@ def pytest_configure(config):
         return
     import torch
 
-    kind, _, number = asked.partition(":")
-    if kind not in ("cpu", "cuda") or (number and not number.isdecimal()):
+    device_type, _, number = asked.partition(":")
+    if device_type not in ("cpu", "cuda") or (number and not number.isdecimal()):
         raise pytest.UsageError(f"--device {asked} is not supported; expected cuda, cuda:N or cpu")
-    if kind == "cuda" and int(number or 0) >= torch.cuda.device_count():
+    if device_type == "cuda" and int(number or 0) >= torch.cuda.device_count():
         seen = f"torch {torch.__version__} sees {torch.cuda.device_count()} GPUs here"
         raise pytest.UsageError(f"--device {asked}: {seen}; --device cpu shows that the command works")
 

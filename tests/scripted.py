@@ -85,17 +85,17 @@ def script(seed, calls=7):
     made, version = [], int(rng.integers(0, 3))
     for number in range(int(rng.integers(1, calls + 1))):
         version += int(rng.random() < 0.3)
-        kind = "start" if not made else rng.choice(["turn", "turn", "fork", "retry", "edit"])
-        before = None if kind == "start" else made[-1 if kind == "turn" else int(rng.integers(len(made)))]
-        if kind == "start":
+        move = "start" if not made else rng.choice(["turn", "turn", "fork", "retry", "edit"])
+        before = None if move == "start" else made[-1 if move == "turn" else int(rng.integers(len(made)))]
+        if move == "start":
             parent, prompt = None, text(9)
-        elif kind == "retry":
+        elif move == "retry":
             parent, prompt = before.parent, before.prompt
-        elif kind == "edit":
+        elif move == "edit":
             parent, prompt = None, [(before.tokens[0] + 1) % VOCABULARY, *before.tokens[1:], *text(4)]
         else:
             parent, prompt = before, before.tokens + text(5)
-        is_edit = kind == "edit" or (kind == "retry" and before.is_edit)
+        is_edit = move == "edit" or (move == "retry" and before.is_edit)
         call = Call(f"c{number}", parent, prompt, text(6), version, is_edit, rng.random() > 0.1, 100.0 + number)
         if any(call.tokens == other.tokens for other in made):
             continue  # the same text twice is one node of skycap, and another story
@@ -273,8 +273,8 @@ class Skycap:
             tokens |= {"mask_offset": None if node.masks is None else at["mask"], "mask_rows": masks}
             tokens |= {"media": node.media}
             entries.append({**entry, "message": {"content": ""}, "shadowed_by": None, "tokens": tokens})
-            for kind, size in (("tokens", len(node.tokens)), ("experts", rows), ("mask", masks)):
-                at[kind] += size
+            for name, size in (("tokens", len(node.tokens)), ("experts", rows), ("mask", masks)):
+                at[name] += size
         return {**json.loads(SKYCAP), "samples": self.samples(), "nodes": entries}
 
 
@@ -296,11 +296,11 @@ def compressed(content, *, states_size=True):
 def write_skycap(folder, document, arrays, *, states_size=True):
     """All files of a record."""
     sidecars = {}
-    for kind, each in arrays.items():
+    for sidecar, each in arrays.items():
         content, places = side_file(each)
-        name = f"{document['id']}.{kind}.zst"
+        name = f"{document['id']}.{sidecar}.zst"
         (folder / name).write_bytes(compressed(content, states_size=states_size))
-        sidecars[kind] = {"file": name, "arrays": places}
+        sidecars[sidecar] = {"file": name, "arrays": places}
     path = folder / f"{document['id']}.json.zst"
     text = json.dumps({"sidecars": sidecars, **document}).encode()
     path.write_bytes(compressed(text, states_size=states_size))

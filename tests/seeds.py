@@ -9,9 +9,9 @@ import torch
 
 def seed_no_absent_devices():
     """Until the process ends."""
-    for kind in (torch.cuda, torch.xpu, torch.mtia):
-        if not kind.is_available():
-            kind.manual_seed_all = _seed_none
+    for device in (torch.cuda, torch.xpu, torch.mtia):
+        if not device.is_available():
+            device.manual_seed_all = _seed_none
 
 
 def _seed_none(seed):

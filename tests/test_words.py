@@ -62,8 +62,8 @@ def test_nobody_is_told_to_install_a_name_that_is_not_ours():
     told = re.compile(r"foreroute\[[a-z,]+\]|(install|add|download)[^\S\n]+(-\S+\s+)*['\"]?foreroute\b(?! @)")
     places = ("src", "docs", "examples", "make", "benchmarks", "experiments")
     read = [ROOT / "README.md", ROOT / "Makefile", *(path for place in places for path in (ROOT / place).rglob("*"))]
-    kinds = {".py", ".md", ".j2", ".toml", ".mk", ".sh", ""}
-    texts = {path: path.read_text(errors="replace") for path in read if path.is_file() and path.suffix in kinds}
+    suffixes = {".py", ".md", ".j2", ".toml", ".mk", ".sh", ""}
+    texts = {path: path.read_text(errors="replace") for path in read if path.is_file() and path.suffix in suffixes}
     assert len(texts) > 300
     assert not [path for path, text in texts.items() if told.search(text)]
     planted = (

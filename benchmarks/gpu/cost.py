@@ -177,14 +177,14 @@ def _decoding(figures: Figures, model: Any, vocabulary: int) -> Work:
     return decode
 
 
-def _waits(figures: Figures, kinds: dict[str, tuple[Work, Work]]) -> None:
+def _waits(figures: Figures, pairs: dict[str, tuple[Work, Work]]) -> None:
     """Count waits of the host in a session, beyond those of the unpatched work; raise `AssertionError` for one."""
     # only a GPU is waited for; `python -m benchmarks replay` counts on a device that stands in for one
     if not waits_are_seen(figures.device):
         return
     own: list[str] = []
     most = 0
-    for name, (candidate, baseline) in kinds.items():
+    for name, (candidate, baseline) in pairs.items():
         whole, without = waits_on_cuda(candidate), waits_on_cuda(baseline)
         own += dict.fromkeys(f"{name}: {place}" for place in whole if place.startswith("foreroute/"))
         figures.record(**{f"syncs_added_by_{name}": len(whole) - len(without)})
@@ -194,7 +194,7 @@ def _waits(figures: Figures, kinds: dict[str, tuple[Work, Work]]) -> None:
         raise AssertionError(f"a session adds {most} waits of the host; foreroute's own are at {own}")
 
 
-def _memory(figures: Figures, model: Any, kinds: dict[str, tuple[Work, Work]]) -> None:
+def _memory(figures: Figures, model: Any, pairs: dict[str, tuple[Work, Work]]) -> None:
     """Peak of each over that of the unpatched model, which holds the weights too."""
 
     def peak(work: Work) -> int:
@@ -205,7 +205,7 @@ def _memory(figures: Figures, model: Any, kinds: dict[str, tuple[Work, Work]]) -
         figures.synchronize()
         return torch.cuda.max_memory_allocated(figures.device)
 
-    for name, (candidate, baseline) in kinds.items():
+    for name, (candidate, baseline) in pairs.items():
         unpatched = peak(baseline)
         added = peak(candidate) - unpatched
         figures.record(

@@ -138,17 +138,17 @@ def _repeated(work: Callable[[], None], times: int) -> None:
 def _passes(figures: Figures) -> None:
     """Forward and backward with split sizes known ahead, over "all_to_all" of transformers under the same replay."""
     sizes = LARGE if figures.full else LARGE._replace(hidden=128, expert_width=48)
-    ours, theirs = (
+    foreroute, all_to_all = (
         hf.attach(spread_model(sizes, name, device=figures.device, dtype=torch.bfloat16))
         for name in ("foreroute", "all_to_all")
     )
     rng = np.random.default_rng(0)
     batch = torch.from_numpy(rng.integers(0, 512, (4, 1024 if figures.full else 32))).to(figures.device)
-    with ours.record() as recording, torch.no_grad():
-        ours.model(input_ids=batch, use_cache=False)
+    with foreroute.record() as recording, torch.no_grad():
+        foreroute.model(input_ids=batch, use_cache=False)
     trace = recording.trace()
-    own_rows, their_rows = ours.rows(trace), theirs.rows(trace)
-    counts_MLGE = ours.gather_counts([own_rows])
+    own_rows, their_rows = foreroute.rows(trace), all_to_all.rows(trace)
+    counts_MLGE = foreroute.gather_counts([own_rows])
 
     def passed(routed: hf.RoutedTransformer, rows: Any) -> None:
         with routed.replay(rows):
@@ -157,10 +157,10 @@ def _passes(figures: Figures) -> None:
         figures.synchronize()
 
     def known() -> None:
-        with ours.execute(None, counts_MLGE, [own_rows], step=0):
-            passed(ours, own_rows)
+        with foreroute.execute(None, counts_MLGE, [own_rows], step=0):
+            passed(foreroute, own_rows)
 
     pairs = PASS_PAIRS if figures.full else FEW_PASS_PAIRS
-    ratio = compare(known, partial(passed, theirs, their_rows), pairs=pairs)
+    ratio = compare(known, partial(passed, all_to_all, their_rows), pairs=pairs)
     figures.record_ratio("known_over_all_to_all", ratio)
     figures.record(pass_of_all_to_all_ms=round(ratio.baseline_ms, 3))

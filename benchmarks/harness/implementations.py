@@ -52,18 +52,18 @@ def seconds_over_all_to_all(pairs: Mapping[str, int]) -> dict[str, Any]:
 
 def _measured(rank: int, num_ranks: int, setting: Setting, pairs: int) -> dict[str, Any]:
     os.sched_setaffinity(0, {sorted(os.sched_getaffinity(0))[rank]})
-    ours, theirs = (hf.attach(spread_model(setting.sizes, name)) for name in ("foreroute", "all_to_all"))
+    foreroute, all_to_all = (hf.attach(spread_model(setting.sizes, name)) for name in ("foreroute", "all_to_all"))
     rng = np.random.default_rng(rank)
     batches = [torch.from_numpy(rng.integers(0, 256, setting.shape)) for _ in range(MICRO_STEPS)]
     traces = []
     for batch in batches:
-        with theirs.record() as recording, torch.no_grad():
-            theirs.model(input_ids=batch, use_cache=False)
+        with all_to_all.record() as recording, torch.no_grad():
+            all_to_all.model(input_ids=batch, use_cache=False)
         traces.append(recording.trace())
     works = {
-        "foreroute": partial(_step, ours, batches, [ours.rows(trace) for trace in traces], is_known=True),
-        "replayed": partial(_step, theirs, batches, [theirs.rows(trace) for trace in traces]),
-        "native": partial(_step, theirs, batches),
+        "foreroute": partial(_step, foreroute, batches, [foreroute.rows(trace) for trace in traces], is_known=True),
+        "replayed": partial(_step, all_to_all, batches, [all_to_all.rows(trace) for trace in traces]),
+        "native": partial(_step, all_to_all, batches),
     }
     seconds = seconds_in_turn(works, rounds=pairs)
     ratios = {name: PairedRatio.of(seconds["foreroute"], seconds[name]) for name in ("replayed", "native")}

@@ -19,18 +19,18 @@ def save(model, path):
     """Write all weights of vLLM's model to `path`.safetensors, by vLLM's names."""
     found = {}
     for name, module in model.named_modules():
-        for kind, stored in module._parameters.items():
+        for parameter, stored in module._parameters.items():
             if stored is not None:
-                found[f"{name}.{kind}"] = _read(module, kind, stored).contiguous().clone()
+                found[f"{name}.{parameter}"] = _read(module, parameter, stored).contiguous().clone()
     save_file(found, f"{path}.tmp")
     Path(f"{path}.tmp").rename(f"{path}.safetensors")  # whole, or not there
 
 
-def _read(module, kind, stored):
-    if kind in ("w13_weight", "w2_weight"):
+def _read(module, parameter, stored):
+    if parameter in ("w13_weight", "w2_weight"):
         return _unpacked(stored, module.quant_method.moe_kernel.fused_experts.isa)
     # an embedding looks its rows up, as they are stored
-    if kind == "weight" and hasattr(module, "cpu_linear") and type(module).__name__ != "VocabParallelEmbedding":
+    if parameter == "weight" and hasattr(module, "cpu_linear") and type(module).__name__ != "VocabParallelEmbedding":
         sizes = ("input_size_per_partition", "input_size", "embedding_dim")
         size = next(getattr(module, name) for name in sizes if hasattr(module, name))
         # each product is a weight times one: exact in every precision
@@ -108,8 +108,8 @@ def _split(engine, config):
             for part, rows in zip(("gate", "up"), weight.chunk(2), strict=True):
                 yield name.replace("gate_up_proj", f"{part}_proj"), rows
         elif name.endswith(("w13_weight", "w2_weight")):
-            trunk, _, kind = name.partition(".experts.")
-            yield f"{trunk}.experts.{'gate_up_proj' if 'w13' in kind else 'down_proj'}", weight
+            trunk, _, stacked = name.partition(".experts.")
+            yield f"{trunk}.experts.{'gate_up_proj' if 'w13' in stacked else 'down_proj'}", weight
         elif name in ("model.embed_tokens.weight", "lm_head.weight"):
             yield name, weight[: config.vocab_size]  # vLLM pads the vocabulary
         else:

@@ -157,10 +157,10 @@ def test_fields_that_do_not_join_are_refused():
         decode(split(SHORT, np.ndarray.tolist, routed_experts=SHORT.routes_RLK[4:5]), model=SHORT.spec)
 
 
-@pytest.mark.parametrize("kind", [list, np.array])
-def test_each_sequence_may_have_a_start_of_its_own(kind):
+@pytest.mark.parametrize("container", [list, np.array])
+def test_each_sequence_may_have_a_start_of_its_own(container):
     answers = [wires.vllm_http(SHORT, 3), wires.vllm_http(OTHER, 1)]
-    trace = decode(answers, model=SHORT.spec, start=kind([3, 1]))
+    trace = decode(answers, model=SHORT.spec, start=container([3, 1]))
     assert np.flatnonzero(trace.valid_N).tolist() == [*range(3, 6), *range(8, 16)]
 
 

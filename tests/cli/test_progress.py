@@ -15,7 +15,7 @@ from foreroute.records.step_record import ADVICE
 from foreroute.train import parse_config
 
 CONFIG = parse_config({"name": "watched", "rl": {"steps": 41}}, source="test")
-ALARM = Alarm(kind="f2", since=3, value=0.25, threshold=0.1)
+ALARM = Alarm(name="f2", since=3, value=0.25, threshold=0.1)
 
 
 def shown(steps):

@@ -18,7 +18,7 @@ from tests.simulate.simulate_cases import small_values
 from tests.tiers import grid
 
 EXAMPLES = Path(__file__).parents[2] / "examples" / "simulate"
-TOML = tomli_w.dumps(small_values(gpus=8, methods=["eplb_micro_step", "ours"], planning_s=0.25))
+TOML = tomli_w.dumps(small_values(gpus=8, methods=["eplb_micro_step", "foreroute"], planning_s=0.25))
 
 
 @pytest.fixture
@@ -43,7 +43,7 @@ def test_configuration_to_table_figures_and_page(run, tmp_path):
     folder = tmp_path / "runs" / "simulate" / "config"
     assert {path.name for path in folder.iterdir()} == {"cluster.toml", "config.json", "report.html", "simulation.json"}
     figures = json.loads((folder / "simulation.json").read_text())
-    assert [method["name"] for method in figures["methods"]] == ["static", "eplb_micro_step", "ours"]
+    assert [method["name"] for method in figures["methods"]] == ["static", "eplb_micro_step", "foreroute"]
     table = result.stdout.partition("\nBy the cost model")[0].splitlines()
     for method in figures["methods"]:
         (line,) = [line for line in table if line.startswith(f"{method['label']} ")]

@@ -114,10 +114,10 @@ def test_a_preset_has_as_many_parameters_as_the_models_own_layers(name):
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM
 
-    kind, changes = OF_MODELS[name]
+    model_type, changes = OF_MODELS[name]
     with torch.device("meta"):
         layers = AutoModelForCausalLM.from_config(
-            AutoConfig.for_model(kind, **changes), trust_remote_code=False
+            AutoConfig.for_model(model_type, **changes), trust_remote_code=False
         ).model.layers
     if name != "qwen3-next-80b-a3b":
         layers = layers[-1:]

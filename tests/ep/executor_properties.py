@@ -37,7 +37,7 @@ class PlannedStep:
     - `put_elsewhere()` replaces the parameters of a layer's experts by others of the same weights.
     """
 
-    kinds = ({},)
+    variants = ({},)
     """Of experts that compute in other ways, what makes each."""
     not_cut = ""
     """What is said of what is no route that can be executed."""
@@ -149,7 +149,7 @@ EARLY = {
         np.roll(s.plan.home_LE, s.rank, axis=1)
     ),
 }
-"""Kind and words of the error: what must end in it, before any row is sent."""
+"""Class and words of the error: what must end in it, before any row is sent."""
 LATE = {
     "CountsError: micro-batch 1 brings other routes than were planned": lambda s: run(s, 0, 0),
     "CountsError: a forward begins after all 2 planned micro-batches": lambda s: run(s, 0, 1, 2),
@@ -173,7 +173,7 @@ def distance(found, expected):
 
 
 def fetched_bytes(execution):
-    fetches = [each for each in execution.transfers if each.kind == "fetch"]
+    fetches = [each for each in execution.transfers if each.operation == "fetch"]
     return {path: sum(getattr(each, f"{path}_bytes") for each in fetches) for path in ("host", "direct")}
 
 
@@ -265,7 +265,7 @@ def check_recomputation_and_the_backward_behind_it_share_a_fetch(make):
 def check_what_was_fetched_is_let_go_when_experts_have_computed(make):
     """Behind a forward it lies in slots or is free, and behind a step all of it is free."""
     wait = Replicas.wait
-    for how, is_kept in [*((each, False) for each in ({"checkpointed": True}, *make().kinds)), ({}, True)]:
+    for how, is_kept in [*((each, False) for each in ({"checkpointed": True}, *make().variants)), ({}, True)]:
         s, fetched, alive, kept = make(**how), [], [], []
         plan = split_plan(5, s.counts_MLGE, s.routed.home_LE, sharing="shared")
 
@@ -295,7 +295,7 @@ def check_executions_of_one_step_take_up_weights_once_and_anew_behind_an_update(
         with s.execute(step=step) as execution, torch.set_grad_enabled(with_grad):
             for m in range(MICRO_STEPS):
                 s.log_probs(m)
-        found.append([record.kind for record in execution.transfers].count("publish"))
+        found.append([record.operation for record in execution.transfers].count("publish"))
     s.routed.use(TransferOptions())
     assert found == [1, 0, 1, 0, 1, 1]
 
@@ -340,8 +340,8 @@ def check_a_pass_that_saves_too_little_runs_at_home_and_moves_nothing(make):
                 if pass_name == "update":
                     sum(each.sum() for each in log_probs).backward()
             found.append([*log_probs, *s.gradients().values()])
-        kinds = {record.kind for record in execution.transfers}
-        assert kinds == (set() if at_home else {"fetch", "return"} if pass_name == "update" else {"fetch"})
+        operations = {record.operation for record in execution.transfers}
+        assert operations == (set() if at_home else {"fetch", "return"} if pass_name == "update" else {"fetch"})
         assert not at_home or all(map(torch.equal, *found))
         served_ML = loads_MLG(plan.in_pass(pass_name), s.counts_MLGE)[..., s.rank]
         assert (execution.executed_ML == served_ML).all()
@@ -412,5 +412,5 @@ def said_by(do, *given):
 
 
 def require_said(found, words):
-    kind, _, part = words.partition(": ")
-    assert (found.partition(":")[0], part in found) == (kind, True), found
+    error, _, part = words.partition(": ")
+    assert (found.partition(":")[0], part in found) == (error, True), found

@@ -32,7 +32,7 @@ GROUPS = {
     ),
     "ReplayError: rank 3: 0 of 2 planned micro-batches are here": enter,
 }
-"""Kind and words of the error, before any row is sent: one or all ranks of the second of two groups are wrong."""
+"""Class and words of the error, before any row is sent: one or all ranks of the second of two groups are wrong."""
 
 
 def both_groups(rank, folder):
@@ -103,5 +103,5 @@ def test_a_rank_that_dies_ends_the_others(doomed, folder_of, tmp_path):
     """Within the timeout that the user gave."""
     left, gone = doomed(2).outcomes(without_a_rank, folder_of(), tmp_path / "store")
     assert gone is None
-    assert left.kind == "TransferError", left.trace
+    assert left.error == "TransferError", left.trace
     assert "rows of step 0, micro-step 0, routed layer 2: rank 0 got no answer" in left.message

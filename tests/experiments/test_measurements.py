@@ -27,8 +27,8 @@ def start(tmp_path_factory):
     return started(tmp_path_factory.mktemp("starts"), "moe", small(), 3)
 
 
-def cell(kind, shifted=False, **settings):
-    return Cell("T", kind, 3, "moe", settings, shifted)
+def cell(experiment, shifted=False, **settings):
+    return Cell("T", experiment, 3, "moe", settings, shifted)
 
 
 def test_at_fixed_weights_replay_lowers_what_precision_raised(start):

@@ -103,7 +103,7 @@ def test_what_the_page_says_of_loads_rests_on_figures():
         imbalances = [mean(of, setting, "imbalance") for of in ("calibrated", "mixed")]
         assert (calibrated[0], imbalances[0]) == pytest.approx((mixed[0], imbalances[1]), rel=0.08)
         assert calibrated[1] < 1.5 * mixed[1]
-    assert mean("simulated", "ours") == pytest.approx(mean("workload_simulated", "ours"), rel=0.03)
+    assert mean("simulated", "foreroute") == pytest.approx(mean("workload_simulated", "foreroute"), rel=0.03)
     assert mean("simulated", "eplb_previous") > 1.05 * mean("workload_simulated", "eplb_previous")
     rows = [[row[0], *(cell.partition(" ")[0] for cell in row[1:])] for row in tables()["simulated"].lines(arms)]
     text = (PAGE.parent / "simulate.md").read_text()

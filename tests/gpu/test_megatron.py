@@ -28,7 +28,7 @@ pytestmark = [pytest.mark.gpu, pytest.mark.slow]
 
 ON_A_CPU = "full"
 """The others are by night there: tests/adapters/megatron has them all."""
-KINDS = [each if each == ON_A_CPU else pytest.param(each, marks=pytest.mark.exhaustive) for each in RECOMPUTE]
+RECOMPUTED = [each if each == ON_A_CPU else pytest.param(each, marks=pytest.mark.exhaustive) for each in RECOMPUTE]
 
 
 @pytest.fixture(scope="module")
@@ -62,7 +62,7 @@ def started(rank, function, *args):
     return function(*args)
 
 
-@pytest.mark.parametrize("recompute", KINDS)
+@pytest.mark.parametrize("recompute", RECOMPUTED)
 def test_own_routes_are_native_bits_and_foreign_ones_obeyed(megatron, recompute):
     unsteady, changed = megatron(bits_without_and_with_replay, recompute)
     if unsteady:

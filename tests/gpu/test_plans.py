@@ -45,14 +45,14 @@ def launch_waits(work):
     """List waits of `waits_on_cuda`, and explicit ones for a stream or an event, on the data path of a layer."""
     explicit = []
     with ExitStack() as stack:
-        for kind in (torch.cuda.Stream, torch.cuda.Event):
+        for waiting in (torch.cuda.Stream, torch.cuda.Event):
 
-            def noting(waited, wait=kind.synchronize):
+            def noting(waited, wait=waiting.synchronize):
                 caller = sys._getframe(1)
                 explicit.append(place(caller.f_code.co_filename, caller.f_lineno))
                 wait(waited)
 
-            stack.enter_context(patch.object(kind, "synchronize", noting))
+            stack.enter_context(patch.object(waiting, "synchronize", noting))
         found = waits_on_cuda(work)
     return [each for each in dict.fromkeys(found + explicit) if each.startswith(DATA_PATH)]
 
@@ -250,9 +250,9 @@ def step_on_two_ranks(rank, device, path, counts_waits):
     transfers = []
     with closing(bench.routed):
         outcome = step_under(bench, step, transfers)
-        fetched = [record for record in transfers if record.kind == "fetch"]
+        fetched = [record for record in transfers if record.operation == "fetch"]
         places = launch_waits(partial(step_under, bench, step)) if counts_waits else []
-    moved = {kind: sum(getattr(record, f"{kind}_bytes") for record in fetched) for kind in ("host", "direct")}
+    moved = {path: sum(getattr(record, f"{path}_bytes") for record in fetched) for path in ("host", "direct")}
     dist.barrier()
     return outcome, moved, places
 

@@ -42,11 +42,11 @@ def same_run(one, other):
 
 
 def test_a_run_says_where_it_ran_and_goes_on_elsewhere(device, tmp_path):
-    kinds = [device.type, "cpu", device.type]
-    for done, kind in enumerate(kinds):
-        train(config_of(torch.device(kind), steps=done + 1), tmp_path / "run", resume=done > 0)
+    types = [device.type, "cpu", device.type]
+    for done, asked in enumerate(types):
+        train(config_of(torch.device(asked), steps=done + 1), tmp_path / "run", resume=done > 0)
     records = RunFolder(tmp_path / "run").records()
-    assert [record.device.kind for record in records] == kinds
+    assert [record.device.type for record in records] == types
     assert all(record.device.name for record in records)
     assert [record.mismatch["replayed"].differing_share for record in records] == [0.0] * 3
     for record in records:

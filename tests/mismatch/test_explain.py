@@ -40,15 +40,15 @@ def clean_pair(seed):
 
 
 @pytest.mark.parametrize("seeds", SEEDS)
-@pytest.mark.parametrize("kind", PLANTED)
-def test_planted_defects_are_named(kind, seeds):
+@pytest.mark.parametrize("defect", PLANTED)
+def test_planted_defects_are_named(defect, seeds):
     for seed in seeds:
         reference, other = clean_pair(seed)
-        if kind in OF_MANY_LAYERS and reference.spec.num_layers < 3:
+        if defect in OF_MANY_LAYERS and reference.spec.num_layers < 3:
             continue
-        broken, expected = PLANTED[kind](np.random.default_rng([seed, 1]), other)
+        broken, expected = PLANTED[defect](np.random.default_rng([seed, 1]), other)
         found = explain(reference, broken)
-        assert found.kind is kind, (seed, found.sentence)
+        assert found.defect is defect, (seed, found.sentence)
         for name, value in expected.items():
             assert found.parameters[name] == value, (seed, name, found.sentence)
 
@@ -57,7 +57,7 @@ def test_planted_defects_are_named(kind, seeds):
 def test_clean_pairs_raise_no_alarm(seeds):
     for seed in seeds:
         found = explain(*clean_pair(seed))
-        assert found.kind is Defect.NONE, (seed, found.sentence)
+        assert found.defect is Defect.NONE, (seed, found.sentence)
         assert found.overlap_by_layer_L.mean() > 0.84
 
 
@@ -83,25 +83,25 @@ def test_broad_difference_without_a_pattern_is_unexplained():
     reference, _ = clean_pair(4)
     rng = np.random.default_rng(4)
     flat = planted.with_ids(reference, planted.swapped(rng, reference.expert_ids_NLK, reference.spec, 0.5))
-    assert explain(reference, flat).kind is Defect.UNEXPLAINED
-    assert explain(reference, flat.with_weight_version(4)).kind is Defect.WEIGHT_VERSION
+    assert explain(reference, flat).defect is Defect.UNEXPLAINED
+    assert explain(reference, flat.with_weight_version(4)).defect is Defect.WEIGHT_VERSION
     scores = rng.random((reference.num_rows, reference.spec.num_layers, reference.spec.num_experts))
     noise = planted.with_ids(reference, planted.top_picks(scores, reference.spec.top_k))
-    assert explain(reference, noise).kind is Defect.UNEXPLAINED
+    assert explain(reference, noise).defect is Defect.UNEXPLAINED
 
 
 def test_edges():
     reference, other = clean_pair(5)
     assert explain(reference, reference).sentence.startswith("Both have the same experts")
     assert explain(reference, other).sentence.startswith("Natural mismatch")
-    assert explain(reference.select([0]), other.select([0])).kind is Defect.NONE
+    assert explain(reference.select([0]), other.select([0])).defect is Defect.NONE
     # first rows that differ are a prefix from fifteen routers on
-    for sequences, layers, kind in ((5, 3, Defect.PREFIX_MISSING), (7, 2, Defect.NONE)):
+    for sequences, layers, defect in ((5, 3, Defect.PREFIX_MISSING), (7, 2, Defect.NONE)):
         spec = fr.RoutingSpec(8, 2, tuple(map(fr.RoutedLayer, range(layers))))
         trace = synthetic_trace(spec, [20] * sequences, seed=0)
         ids = trace.expert_ids_NLK.copy()
         ids[trace.offsets[:-1]] = (ids[trace.offsets[:-1]] + 1) % 8
-        assert explain(trace, planted.with_ids(trace, ids)).kind is kind
+        assert explain(trace, planted.with_ids(trace, ids)).defect is defect
 
 
 def test_no_rows_other_tokens_and_other_models_are_refused():

@@ -18,12 +18,12 @@ INTEGERS = [np.int8, np.uint8, np.int16, np.uint16, np.int64, np.uint64, torch.u
 MASKS = [np.bool_, np.int64, np.float32, torch.bool, torch.int64, torch.bfloat16]
 
 
-def given_as(array, kind):
+def given_as(array, dtype):
     """The same numbers in a type of numpy, or as a tensor with a gradient where it may have one."""
-    if not isinstance(kind, torch.dtype):
-        return array.astype(kind)
-    tensor = torch.from_numpy(array).to(kind)
-    return tensor.requires_grad_() if kind.is_floating_point else tensor
+    if not isinstance(dtype, torch.dtype):
+        return array.astype(dtype)
+    tensor = torch.from_numpy(array).to(dtype)
+    return tensor.requires_grad_() if dtype.is_floating_point else tensor
 
 
 def as_floats(array):
@@ -38,11 +38,11 @@ def batch(seed, shape=(5, 9)):
     return values, mask
 
 
-@pytest.mark.parametrize("kind", FLOATS, ids=str)
+@pytest.mark.parametrize("dtype", FLOATS, ids=str)
 @pytest.mark.parametrize("of_mask", MASKS, ids=str)
-def test_token_mismatch_of_a_padded_batch_is_that_of_a_loop(kind, of_mask):
+def test_token_mismatch_of_a_padded_batch_is_that_of_a_loop(dtype, of_mask):
     (train, infer), mask = batch(0)
-    train, infer = given_as(train, kind), given_as(infer, kind)
+    train, infer = given_as(train, dtype), given_as(infer, dtype)
     found = token_mismatch(train, infer, mask=given_as(mask, of_mask))
     pairs = [
         (t, i)
@@ -58,17 +58,17 @@ def test_token_mismatch_of_a_padded_batch_is_that_of_a_loop(kind, of_mask):
     assert found.max_abs_log == pytest.approx(max(abs(t - i) for t, i in pairs))
 
 
-@pytest.mark.parametrize("kind", INTEGERS, ids=str)
+@pytest.mark.parametrize("dtype", INTEGERS, ids=str)
 @pytest.mark.parametrize("masked", [True, False])
-def test_routing_mismatch_of_a_padded_batch_is_that_of_a_loop(kind, masked):
+def test_routing_mismatch_of_a_padded_batch_is_that_of_a_loop(dtype, masked):
     rng = np.random.default_rng(2)
     a = np.argsort(rng.random((4, 7, 3, 6)), axis=-1)[..., :2]
     b = np.where(rng.random((4, 7, 3, 1)) < 0.6, a[..., ::-1], np.argsort(rng.random((4, 7, 3, 6)), axis=-1)[..., :2])
-    signed = np.dtype(kind).kind == "i" if not isinstance(kind, torch.dtype) else kind.is_signed
+    signed = np.dtype(dtype).kind == "i" if not isinstance(dtype, torch.dtype) else dtype.is_signed
     gaps = rng.random((2, 4, 7)) < (0.2 if signed else 0)
     a[gaps[0]], b[gaps[1]] = -1, -1
     mask = rng.random((4, 7)) < 0.7 if masked else np.ones((4, 7), bool)
-    found = routing_mismatch(given_as(a, kind), b, mask=mask if masked else None)  # types of sides may differ
+    found = routing_mismatch(given_as(a, dtype), b, mask=mask if masked else None)  # types of sides may differ
     counted = [place for place in np.ndindex(4, 7) if mask[place] and not gaps[:, *place].any()]
     shared = np.array(
         [[len({*x} & {*y}) / 2 for x, y in zip(a[p].tolist(), b[p].tolist(), strict=True)] for p in counted]
@@ -87,12 +87,12 @@ def test_routing_mismatch_of_a_padded_batch_is_that_of_a_loop(kind, masked):
     assert (both.rows, both.differing_share) == (2 * found.rows, pytest.approx(found.differing_share))
 
 
-@pytest.mark.parametrize("kind", FLOATS, ids=str)
-def test_margins_of_a_padded_batch_are_those_of_a_loop(kind):
+@pytest.mark.parametrize("dtype", FLOATS, ids=str)
+def test_margins_of_a_padded_batch_are_those_of_a_loop(dtype):
     rng = np.random.default_rng(3)
     margins = 10 ** rng.uniform(-10, 3, (3, 8, 2))
     margins[0, :3] = 0
-    margins = given_as(margins, kind)
+    margins = given_as(margins, dtype)
     mask = rng.random((3, 8)) < 0.5
     found = margin_histogram(margins, mask=mask)
     expected = np.zeros_like(found)

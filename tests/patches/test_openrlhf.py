@@ -107,8 +107,8 @@ def policy(checkpoint, stage, replay):
         return config
 
     strategy.get_ds_train_config = with_torch_adam
-    kind = PolicyModelActor.__ray_metadata__.modified_class
-    made = object.__new__(kind)
+    actor_class = PolicyModelActor.__ray_metadata__.modified_class
+    made = object.__new__(actor_class)
     made.init_model_from_pretrained(strategy, str(checkpoint), max_steps=STEPS)
     made.args = args
     return made

@@ -90,11 +90,11 @@ class Native(distill_r3.GKDTrainer):
         return super().compute_loss(*args, **kwargs)
 
 
-@pytest.mark.parametrize("kind", [distill_r3.GKDTrainer, pytest.param(Native, marks=pytest.mark.slow)])
-def test_gkd_trains_the_student_on_the_routes_of_its_rollout(kind, tmp_path):
+@pytest.mark.parametrize("trainer_class", [distill_r3.GKDTrainer, pytest.param(Native, marks=pytest.mark.slow)])
+def test_gkd_trains_the_student_on_the_routes_of_its_rollout(trainer_class, tmp_path):
     model, routes = policy(), {}
     chats = [[{"role": "user", "content": text}, {"role": "assistant", "content": "aeiou"}] for text in TEXTS]
-    trainer = kind(
+    trainer = trainer_class(
         model=model,
         teacher_model=policy(seed=1),
         args=gkd.GKDConfig(max_new_tokens=8, lmbda=1.0, output_dir=tmp_path, **SETTINGS),
@@ -104,7 +104,7 @@ def test_gkd_trains_the_student_on_the_routes_of_its_rollout(kind, tmp_path):
     )
     with watched(model) as forwards:
         trainer.train()
-    require_followed(forwards, routes, kind is not Native)
+    require_followed(forwards, routes, trainer_class is not Native)
 
 
 def require_followed(forwards, routes, replays):
@@ -118,10 +118,10 @@ def test_distillation_trains_on_the_routes_that_vllm_returned(tmp_path, monkeypa
     monkeypatch.setattr(vllm_fakes.Sampler, "sample", of_vllm(vllm_fakes.Sampler.sample, known := {}))
     vllm_fakes.colocated(monkeypatch)
     monkeypatch.setattr(distillation_trainer, "is_vllm_available", lambda: True)
-    for kind in (distill_r3.DistillationTrainer, trl.DistillationTrainer):
+    for trainer_class in (distill_r3.DistillationTrainer, trl.DistillationTrainer):
         model = policy()
         config = SETTINGS | vllm_fakes.COLOCATE | {"max_completion_length": 8}
-        trainer = kind(
+        trainer = trainer_class(
             model=model,
             teacher_model=policy(seed=1),
             args=trl.DistillationConfig(output_dir=tmp_path, **config),
@@ -130,7 +130,7 @@ def test_distillation_trains_on_the_routes_that_vllm_returned(tmp_path, monkeypa
         )
         with watched(model) as forwards:
             trainer.train()
-        require_followed(forwards, known, kind is distill_r3.DistillationTrainer)
+        require_followed(forwards, known, trainer_class is distill_r3.DistillationTrainer)
 
 
 def of_vllm(sample, known):

@@ -67,7 +67,7 @@ def require(peer: str) -> None:
 
 
 @dataclass(frozen=True)
-class Kind:
+class Case:
     """One kind of model of a peer.
 
     Attributes:
@@ -96,18 +96,18 @@ class Kind:
         return -logits.float().log_softmax(-1)[:, :-1].gather(-1, tokens[:, 1:, None]).mean()
 
 
-def cells(kinds: list[Kind]) -> list[Any]:
-    """Every kind as it is, and in each of its variants."""
+def cells(cases: list[Case]) -> list[Any]:
+    """Every case as it is, and in each of its variants."""
     return [
-        pytest.param(kind, variant, id=f"{kind.name}-{variant}")
-        for kind in kinds
-        for variant in ("plain", *kind.variants)
+        pytest.param(case, variant, id=f"{case.name}-{variant}")
+        for case in cases
+        for variant in ("plain", *case.variants)
     ]
 
 
-def routes(kind: Kind, seed: int) -> Tensor:
+def routes(case: Case, seed: int) -> Tensor:
     """[B, T, L, K]"""
-    drawn = torch.rand(B, T, kind.layers, EXPERTS, generator=torch.Generator().manual_seed(seed))
+    drawn = torch.rand(B, T, case.layers, EXPERTS, generator=torch.Generator().manual_seed(seed))
     return drawn.argsort(-1)[..., :TOP_K].contiguous()
 
 
@@ -119,24 +119,24 @@ def by_layer(ids: Tensor) -> Tensor:
 class Subject:
     """A model under the checks, which are methods; each fails by itself; `require_control` has one of them fail."""
 
-    def __init__(self, kind: Kind, variant: str = "plain") -> None:
-        self.kind, self.is_compiled = kind, "compile" in variant
+    def __init__(self, case: Case, variant: str = "plain") -> None:
+        self.case, self.is_compiled = case, "compile" in variant
         torch.compiler.reset()
-        self.model = kind.build()
+        self.model = case.build()
         if variant != "plain":
-            kind.variants[variant](self.model)
-        self.native = kind.loss(self.model, TOKENS)
+            case.variants[variant](self.model)
+        self.native = case.loss(self.model, TOKENS)
         self.native_gradients = self._backward(self.native)
 
     def check_found(self) -> None:
-        self.routed = attach(self.model, self.kind.arguments(TOKENS))
+        self.routed = attach(self.model, self.case.arguments(TOKENS))
         routers = self.routed.hooks.routers
-        assert [(each.num_experts, each.top_k) for each in routers] == [(EXPERTS, TOP_K)] * self.kind.layers
+        assert [(each.num_experts, each.top_k) for each in routers] == [(EXPERTS, TOP_K)] * self.case.layers
 
     def check_recorded(self) -> None:
         """What is recorded is what experts were handed."""
         with torch.no_grad(), self._watched() as seen, self.routed.record() as recording:
-            self.kind.loss(self.model, TOKENS)
+            self.case.loss(self.model, TOKENS)
         [self.own] = recording.ids()
         assert seen is None or same_sets(seen, by_layer(self.own))
 
@@ -144,7 +144,7 @@ class Subject:
         """Neither recording nor own routes change a bit of the loss or of a gradient."""
         for session in (self.routed.record(), self.routed.replay(self.own)):
             with session:
-                loss = self.kind.loss(self.model, TOKENS)
+                loss = self.case.loss(self.model, TOKENS)
             self._compare([loss], self._backward(loss), [self.native], self.native_gradients)
 
     def check_obeyed(self) -> None:
@@ -153,34 +153,34 @@ class Subject:
         for ids in (forced, torch.where(forced < 0, forced, (forced + 1) % EXPERTS)):
             session = self.routed.replay(ids, MASK)
             with torch.no_grad(), self._watched() as seen, session, self.routed.record() as recording:
-                self.kind.loss(self.model, TOKENS)
-            judge = self.kind.build()
-            with torch.no_grad(), self.kind.handed(judge) as judged, self.kind.forced(judge, by_layer(ids)):
-                self.kind.loss(judge, TOKENS)
+                self.case.loss(self.model, TOKENS)
+            judge = self.case.build()
+            with torch.no_grad(), self.case.handed(judge) as judged, self.case.forced(judge, by_layer(ids)):
+                self.case.loss(judge, TOKENS)
             assert same_sets(judged, by_layer(recording.ids()[0]))
             assert seen is None or same_sets(seen, torch.stack(judged))
 
     def check_gradients(self) -> None:
         """Two micro-batches, both backwards after both sessions, equal the same routes forced by other means."""
-        batches = [(TOKENS, self._forced(), MASK), (OTHER_TOKENS, routes(self.kind, 2), None)]
-        losses, judge, judged = [], self.kind.build(), []
+        batches = [(TOKENS, self._forced(), MASK), (OTHER_TOKENS, routes(self.case, 2), None)]
+        losses, judge, judged = [], self.case.build(), []
         for tokens, ids, mask in batches:
             with self.routed.replay(ids, mask):
-                losses.append(self.kind.loss(self.model, tokens))
+                losses.append(self.case.loss(self.model, tokens))
         found = self._backward(*losses)
         for tokens, ids, _ in batches:
-            with self.kind.forced(judge, by_layer(ids)):
-                judged.append(self.kind.loss(judge, tokens))
+            with self.case.forced(judge, by_layer(ids)):
+                judged.append(self.case.loss(judge, tokens))
         sum(judged).backward()
         self._compare(losses, found, judged, gradients(judge))
         assert abs(losses[0] - self.native) > 1e-3  # routes matter
         routers = {name: grad for name, grad in found.items() if any(word in name for word in ("gate.", "router."))}
         routers = {name: grad for name, grad in routers.items() if "shared" not in name}
-        assert len(routers) >= self.kind.layers
+        assert len(routers) >= self.case.layers
         assert all(grad.abs().sum() > 0 for grad in routers.values())
 
     def _forced(self) -> Tensor:
-        forced = routes(self.kind, 1)
+        forced = routes(self.case, 1)
         forced[0, 3] = forced[1, 6] = -1
         return torch.where(MASK[..., None, None] == 0, -1, forced)
 
@@ -190,7 +190,7 @@ class Subject:
         if self.is_compiled:
             yield None
             return
-        with self.kind.handed(self.model) as seen:
+        with self.case.handed(self.model) as seen:
             yield seen
 
     def _backward(self, *losses: Tensor) -> dict[str, Tensor]:
@@ -213,16 +213,16 @@ class Subject:
 CHECKS = ("found", "recorded", "own", "obeyed", "gradients")
 
 
-def run(kind: Kind, variant: str) -> None:
+def run(case: Case, variant: str) -> None:
     """Run every check."""
-    subject = Subject(kind, variant)
+    subject = Subject(case, variant)
     for check in CHECKS:
         getattr(subject, f"check_{check}")()
 
 
-def require_control(kind: Kind, monkeypatch: pytest.MonkeyPatch) -> None:
+def require_control(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
     """Rows are those of the token before, and `check_obeyed` fails."""
-    subject = Subject(kind)
+    subject = Subject(case)
     subject.check_found()
     subject.check_recorded()
     subject.routed.hooks.experts.clear()  # a session looks at what experts are handed, too

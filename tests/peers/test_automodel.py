@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from foreroute.core import attach
-from tests.peers.comparing import DIM, QWEN3, Kind, Stack, cells, compiled, ids_handed_to, require, run, seeded
+from tests.peers.comparing import DIM, QWEN3, Case, Stack, cells, compiled, ids_handed_to, require, run, seeded
 
 require("nemo-automodel")
 
@@ -106,21 +106,21 @@ GROUPS = {"n_expert_groups": 4, "n_limited_groups": 2}
 BIAS = {"force_e_score_correction_bias": True}
 SIGMOID_BIAS = {"score_func": "sigmoid_with_bias", "route_scale": 2.5, **BIAS, **GROUPS}
 AUXILIARY = {"score_func": "sigmoid", "aux_loss_coeff": 0.01, "gate_bias_update_factor": 0.001}
-KINDS = [
-    Kind("Qwen3-MoE", make_qwen3, **GATE),
-    Kind("late softmax", partial(make_stack, softmax_before_topk=False), **GATE),
-    Kind("sigmoid+bias+groups", partial(make_stack, **SIGMOID_BIAS), **GATE),
-    Kind("softmax+bias+groups", partial(make_stack, score_func="softmax_with_bias", **BIAS, **GROUPS), **GATE),
-    Kind("sigmoid+groups", partial(make_stack, score_func="sigmoid", **GROUPS), **GATE),
-    Kind("sqrt-softplus", partial(make_stack, score_func="sqrtsoftplus", **BIAS), **GATE),
-    Kind("auxiliary loss (not compiled)", partial(make_stack, **AUXILIARY), **{**GATE, "variants": NOT_COMPILED}),
+CASES = [
+    Case("Qwen3-MoE", make_qwen3, **GATE),
+    Case("late softmax", partial(make_stack, softmax_before_topk=False), **GATE),
+    Case("sigmoid+bias+groups", partial(make_stack, **SIGMOID_BIAS), **GATE),
+    Case("softmax+bias+groups", partial(make_stack, score_func="softmax_with_bias", **BIAS, **GROUPS), **GATE),
+    Case("sigmoid+groups", partial(make_stack, score_func="sigmoid", **GROUPS), **GATE),
+    Case("sqrt-softplus", partial(make_stack, score_func="sqrtsoftplus", **BIAS), **GATE),
+    Case("auxiliary loss (not compiled)", partial(make_stack, **AUXILIARY), **{**GATE, "variants": NOT_COMPILED}),
 ]
 
 
 @pytest.mark.proven("nemo-automodel", "`attach(model)`")
-@pytest.mark.parametrize(("kind", "variant"), cells(KINDS))
-def test_routes_are_recorded_and_replayed(kind, variant):
-    run(kind, variant)
+@pytest.mark.parametrize(("case", "variant"), cells(CASES))
+def test_routes_are_recorded_and_replayed(case, variant):
+    run(case, variant)
 
 
 def test_qwen3_needs_no_example():

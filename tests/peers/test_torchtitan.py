@@ -12,7 +12,7 @@ from tests.peers.comparing import (
     DIM,
     TOKENS,
     VOCAB,
-    Kind,
+    Case,
     Stack,
     cells,
     ids_handed_to,
@@ -148,21 +148,21 @@ TITAN = {
     "variants": VARIANTS,
     "tokens": "tokens",
 }
-KINDS = [
-    Kind("Qwen3", make_qwen3, **TITAN),
-    Kind("DeepSeek-V3", make_deepseek_v3, **TITAN),
-    Kind("gpt-oss blocks", make_gpt_oss, **TITAN),
+CASES = [
+    Case("Qwen3", make_qwen3, **TITAN),
+    Case("DeepSeek-V3", make_deepseek_v3, **TITAN),
+    Case("gpt-oss blocks", make_gpt_oss, **TITAN),
 ]
 
 
 @pytest.mark.proven("torchtitan", '`attach(model, {"tokens": tokens})`')
-@pytest.mark.parametrize(("kind", "variant"), cells(KINDS))
-def test_routes_are_recorded_and_replayed(kind, variant):
-    run(kind, variant)
+@pytest.mark.parametrize(("case", "variant"), cells(CASES))
+def test_routes_are_recorded_and_replayed(case, variant):
+    run(case, variant)
 
 
 def test_routes_of_other_tokens_are_seen(monkeypatch):
-    require_control(KINDS[0], monkeypatch)
+    require_control(CASES[0], monkeypatch)
 
 
 def test_a_router_that_discards_its_top_k_is_refused():

@@ -18,7 +18,7 @@ from tests.peers.comparing import (
     QWEN,
     QWEN3,
     TOKENS,
-    Kind,
+    Case,
     cells,
     compiled,
     full,
@@ -117,20 +117,20 @@ def handed(class_name):
 
 
 VARIANTS = {"full": full, "reentrant": reentrant, "selective": selective, "compiled": compiled}
-KINDS = [
-    Kind("Qwen3-MoE", make_qwen3, handed("Qwen3MoeExperts"), by_its_manager, VARIANTS),
-    Kind("Qwen3.5-MoE", make_qwen3_5, handed("Qwen3_5MoeExperts"), by_its_manager, VARIANTS, more=offsets),
-    Kind("DeepSeek-V3", make_deepseek_v3, handed("DeepseekV3NaiveMoe"), by_formula(**OF_DEEPSEEK), VARIANTS),
-    Kind("gpt-oss", make_gpt_oss, handed("GptOssExperts"), by_formula(**OF_GPT_OSS), VARIANTS),
+CASES = [
+    Case("Qwen3-MoE", make_qwen3, handed("Qwen3MoeExperts"), by_its_manager, VARIANTS),
+    Case("Qwen3.5-MoE", make_qwen3_5, handed("Qwen3_5MoeExperts"), by_its_manager, VARIANTS, more=offsets),
+    Case("DeepSeek-V3", make_deepseek_v3, handed("DeepseekV3NaiveMoe"), by_formula(**OF_DEEPSEEK), VARIANTS),
+    Case("gpt-oss", make_gpt_oss, handed("GptOssExperts"), by_formula(**OF_GPT_OSS), VARIANTS),
 ]
 
 
 @pytest.mark.proven(
     "veomni", '`attach(model)`; Qwen3.5: `attach(model, {"input_ids": tokens, "cu_seq_lens_q": offsets})`'
 )
-@pytest.mark.parametrize(("kind", "variant"), cells(KINDS))
-def test_routes_are_recorded_and_replayed(kind, variant):
-    run(kind, variant)
+@pytest.mark.parametrize(("case", "variant"), cells(CASES))
+def test_routes_are_recorded_and_replayed(case, variant):
+    run(case, variant)
 
 
 def test_as_they_are_models_are_attached():

@@ -14,7 +14,7 @@ from foreroute.core import attach
 from tests.peers.comparing import (
     DEEPSEEK,
     SIZES,
-    Kind,
+    Case,
     another_top_k,
     cells,
     compiled,
@@ -92,21 +92,21 @@ def by_formula(model, ids_LNK):
 
 
 VARIANTS = {"full": full, "reentrant": reentrant, "selective": selective, "compiled": compiled}
-KINDS = [
-    Kind("Mixtral", make_mixtral, of_mixtral, another_top_k, VARIANTS),
-    Kind("Mixtral-shards", partial(make_mixtral, **SHARDS), handed_to_shards, another_top_k, VARIANTS),
-    Kind("DeepSeek-V2", make_deepseek_v2, of_deepseek, another_top_k, VARIANTS),
-    Kind("DeepSeek-V2-shards", partial(make_deepseek_v2, **SHARDS), handed_to_shards, another_top_k, VARIANTS),
-    Kind("DeepSeek-V2-groups", partial(make_deepseek_v2, **GROUPS), of_deepseek, by_formula, VARIANTS),
+CASES = [
+    Case("Mixtral", make_mixtral, of_mixtral, another_top_k, VARIANTS),
+    Case("Mixtral-shards", partial(make_mixtral, **SHARDS), handed_to_shards, another_top_k, VARIANTS),
+    Case("DeepSeek-V2", make_deepseek_v2, of_deepseek, another_top_k, VARIANTS),
+    Case("DeepSeek-V2-shards", partial(make_deepseek_v2, **SHARDS), handed_to_shards, another_top_k, VARIANTS),
+    Case("DeepSeek-V2-groups", partial(make_deepseek_v2, **GROUPS), of_deepseek, by_formula, VARIANTS),
 ]
 
 
 @pytest.mark.proven("xtuner", "`attach(model.train())`")
-@pytest.mark.parametrize(("kind", "variant"), cells(KINDS))
-def test_routes_are_recorded_and_replayed(kind, variant):
-    run(kind, variant)
+@pytest.mark.parametrize(("case", "variant"), cells(CASES))
+def test_routes_are_recorded_and_replayed(case, variant):
+    run(case, variant)
 
 
-@pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.name)
-def test_models_are_attached_as_they_are(kind):
-    assert len(attach(kind.build()).hooks.routers) == 3
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+def test_models_are_attached_as_they_are(case):
+    assert len(attach(case.build()).hooks.routers) == 3

@@ -75,9 +75,9 @@ FORGERIES = {
 }
 
 
-@pytest.mark.parametrize("kind", FORGERIES)
-def test_forgeries_with_a_right_checksum_are_refused(kind, tmp_path):
-    change, message = FORGERIES[kind]
+@pytest.mark.parametrize("name", FORGERIES)
+def test_forgeries_with_a_right_checksum_are_refused(name, tmp_path):
+    change, message = FORGERIES[name]
     with pytest.raises(PlanError, match=message):
         load_plan(_forged(tmp_path, change))
 
@@ -133,9 +133,9 @@ CORRUPTIONS = {
 }
 
 
-@pytest.mark.parametrize("kind", CORRUPTIONS)
-def test_what_is_wrong_is_named(kind):
-    corrupt, message = CORRUPTIONS[kind]
+@pytest.mark.parametrize("name", CORRUPTIONS)
+def test_what_is_wrong_is_named(name):
+    corrupt, message = CORRUPTIONS[name]
     plan, counts = small_case(2, keep=0.6)
     verify(plan, counts)
     with pytest.raises((PlanError, CountsError), match=message):

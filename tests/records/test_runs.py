@@ -71,7 +71,7 @@ def execution_line(at_home, executed):
         (f'{{"step": 1, "loss": -{10**400}}}', "loss: an integer of more than 64 bits"),
         ('{"step": 1, "live_agreement": [1.0, null]}', r"live_agreement\.1: .*number .*None"),
         ('{"step": 1, "trained_with": "sideways"}', "trained_with: .*'native' or 'replayed'"),
-        ('{"step": 1, "device": {"kind": "\\ud800", "name": ""}}', r"device\.kind: text with .*half"),
+        ('{"step": 1, "device": {"type": "\\ud800", "name": ""}}', r"device\.type: text with .*half"),
     ],
 )
 def test_a_damaged_line_in_the_middle_is_refused_with_its_place(tmp_path, text, reason):
@@ -152,7 +152,7 @@ def test_the_collapse_rule_is_its_definition(stretches):
         largest = max(largest, mean)
         low = low + 1 if largest > 0 and mean < 0.5 * largest else 0
         if low >= 10 and expected is None:
-            alarm = Alarm(kind="collapse", since=end - low + 1 - 9, value=mean, threshold=0.5 * largest)
+            alarm = Alarm(name="collapse", since=end - low + 1 - 9, value=mean, threshold=0.5 * largest)
             expected = (end, [alarm])
     assert first_alarm(reward=rewards) == expected
 
@@ -170,11 +170,11 @@ def test_a_step_without_a_reward_silences_no_collapse(lost, at):
 @pytest.mark.parametrize("loss", [math.nan, -math.inf])
 def test_a_loss_that_is_not_finite_is_a_collapse_at_once(loss):
     step, [alarm] = first_alarm(loss=[0.1, loss], reward=[0.5, 0.5])
-    assert (step, alarm.kind, alarm.since) == (1, "collapse", 1)
+    assert (step, alarm.name, alarm.since) == (1, "collapse", 1)
 
 
 @pytest.mark.parametrize(
-    ("signal", "kind", "good", "bad", "steps_until"),
+    ("signal", "name", "good", "bad", "steps_until"),
     [
         ("f2", "f2", 0.01, 0.2, 4),
         ("live_agreement", "stale_routes", 1.0, 0.5, 2),
@@ -182,13 +182,13 @@ def test_a_loss_that_is_not_finite_is_a_collapse_at_once(loss):
         ("disagreement", "disagreement", 0.08, 0.4, 2),
     ],
 )
-def test_early_warnings(signal, kind, good, bad, steps_until):
+def test_early_warnings(signal, name, good, bad, steps_until):
     values = [good] * 20 + [bad] * 10
-    limit = {"f2": 0.1, "stale_routes": 0.88, "effective_share": 0.5, "disagreement": 2 * 0.08}[kind]
+    limit = {"f2": 0.1, "stale_routes": 0.88, "effective_share": 0.5, "disagreement": 2 * 0.08}[name]
     passed = [end for end in range(9, 30) if (fmean(values[end - 9 : end + 1]) - limit) * (bad - good) > 1e-9]
     assert passed[0] == 20 + steps_until
     step, [alarm] = first_alarm(**{signal: values})
-    assert (step, alarm.kind, alarm.since) == (passed[0], kind, passed[0] - 9)
+    assert (step, alarm.name, alarm.since) == (passed[0], name, passed[0] - 9)
     assert alarm.threshold == pytest.approx(limit)
     assert alarm.value == pytest.approx(fmean(values[step - 9 : step + 1]))
     assert first_alarm(**{signal: [good] * 40}) is None
@@ -217,7 +217,7 @@ def test_figures_are_those_of_the_routes_that_a_step_trained_with():
             for step in history
         ]
         expected = {"f2", "disagreement"} if trained_with == "native" else {"disagreement"}
-        assert {alarm.kind for alarm in alarms(history)} == expected
+        assert {alarm.name for alarm in alarms(history)} == expected
 
 
 @pytest.mark.parametrize(("share", "seen"), [(math.nan, 0.0), (0.0, None)])

@@ -22,9 +22,9 @@ def at_once(framework, name):
     if name not in OVER_VARIANTS:
         return framework
     first, chosen = -OVER_VARIANTS.index(name) % SHARE, {}
-    for kind in ("gates", "recomputations"):
-        usual, *others = getattr(framework, kind)
-        chosen[kind] = [usual, *others[first::SHARE]]
+    for axis in ("gates", "recomputations"):
+        usual, *others = getattr(framework, axis)
+        chosen[axis] = [usual, *others[first::SHARE]]
     return type(framework.__name__, (framework,), chosen)
 
 

@@ -174,9 +174,9 @@ def require_followed(given, trace, batch):
         assert (each.map_BTE.sum(-1) == trace.spec.sizes_L[each.column][1]).all()
 
 
-def refuses(kind, said, call):
+def refuses(error, said, call):
     """`call()` raises this error, with words that match where some are said."""
-    with pytest.raises(kind, match=said):
+    with pytest.raises(error, match=said):
         call()
 
 

@@ -25,7 +25,7 @@ from tests.replay.session_subject import (
 BATCH = batch_of()
 SCHEDULES = ("ABba", True), ("ABab", False), ("AaBb", True)
 """Forwards are capital and their backwards small; whether these run inside of another session."""
-WHOLE = {f"whole model by hand, {name}": kind for name, kind in {"reentrant": True, "non-reentrant": False}.items()}
+WHOLE = {f"whole model by hand, {name}": form for name, form in {"reentrant": True, "non-reentrant": False}.items()}
 
 
 def check_micro_batches_in_flight_keep_their_own_routes(framework):

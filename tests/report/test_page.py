@@ -23,7 +23,7 @@ def page(text="quiet", **more):
     said = Caption(title=text, sentence=text, y_label=text, absent=text)
     table = Table(
         title=text,
-        columns=(Column(text), Column(f"{text} 2", kind="words"), Column(f"{text} 3", kind="code")),
+        columns=(Column(text), Column(f"{text} 2", content="words"), Column(f"{text} 3", content="code")),
         rows=(TableRow(cells=(text, text, text), strong=True, colour="#d55e00", tone="problem"),),
         folded=text,
     )

@@ -8,7 +8,7 @@ import pytest
 
 from foreroute.mismatch import LooksLike
 from foreroute.records import read_runs
-from foreroute.records.step_record import ADVICE, AlarmKind
+from foreroute.records.step_record import ADVICE, AlarmName
 from foreroute.report.run import run_finding, write_report
 from foreroute.report.run_tables import alarm_table, load_table, means, phase_seconds, rewards
 from tests.report.pages import plots_of, text_of
@@ -45,8 +45,8 @@ def test_sides_are_averaged_over_the_steps_where_both_were_measured(tmp_path):
     assert phase_seconds(run) == pytest.approx({"rollout": 2.0, "update": 0.75, "measure": 0.25})
 
 
-def alarm(kind, value, threshold=0.1):
-    return {"kind": kind, "since": 0, "value": value, "threshold": threshold}
+def alarm(name, value, threshold=0.1):
+    return {"name": name, "since": 0, "value": value, "threshold": threshold}
 
 
 def run_with(folder, changes, **more):
@@ -62,7 +62,7 @@ def test_steps_in_a_row_are_one_row_with_the_worst_value(tmp_path):
         4: [alarm("f2", 0.25)],
         6: [alarm("f2", 0.11)],
     }
-    every = {step: [alarm(kind, 0.5)] for step, kind in enumerate(get_args(AlarmKind))}
+    every = {step: [alarm(name, 0.5)] for step, name in enumerate(get_args(AlarmName))}
     table, of_every = (
         alarm_table(read_runs([run_with(tmp_path / name, {step: {"alarms": each} for step, each in alarms.items()})]))
         for name, alarms in (("run", by_step), ("every", every))
@@ -73,7 +73,7 @@ def test_steps_in_a_row_are_one_row_with_the_worst_value(tmp_path):
         ("3", "0.5, limit 0.88"),
     ]
     assert table.column("What happened")[0].startswith("Too many tokens are far apart")
-    assert table.column("Advice") == [ADVICE[kind] for kind in ("f2", "f2", "stale_routes")]
+    assert table.column("Advice") == [ADVICE[name] for name in ("f2", "f2", "stale_routes")]
     assert of_every.column("Advice") == list(ADVICE.values())
 
 
@@ -201,14 +201,14 @@ def page_of(folders, tmp_path):
 
 
 def test_a_comparison_has_every_plot_names_every_run_and_marks_what_differs(tmp_path):
-    kinds = enumerate([("bfloat16", "none"), ("fp8", "R3")])
+    ways = enumerate([("bfloat16", "none"), ("fp8", "R3")])
     runs = [
         write_run(
             tmp_path / f"{i}",
             config(f"run-{i}", seed=i, precision=precision, routing=routing),
             [step_line(s, seed=i, native=s % 2 == 0, total=6) for s in range(6)],
         )
-        for i, (precision, routing) in kinds
+        for i, (precision, routing) in ways
     ]
     page = page_of(runs, tmp_path)
     assert re.findall(r"<h3>(.*?)</h3>", page) == TITLES
@@ -284,7 +284,7 @@ def test_expert_parallel_runs_show_the_load_of_their_ranks_and_what_plans_did_on
 @pytest.mark.usefixtures("unpainted")
 def test_what_is_odd_or_missing_is_said(tmp_path):
     """Of a killed run on two machines, which was measured one way, and of one that recorded less."""
-    gpu = {"kind": "cuda", "name": "NVIDIA <H100>", "peak_memory_bytes": 3_000_000_000}
+    gpu = {"type": "cuda", "name": "NVIDIA <H100>", "peak_memory_bytes": 3_000_000_000}
     lines = [step_line(i, replayed=False) | {"device": gpu} for i in range(3)]
     lines[1]["grad_norm"], lines[2]["grad_norm"] = float("nan"), float("inf")
     sparse = [step_line(i) | {"execution": {"ranks": 2}} for i in range(3)]

@@ -20,7 +20,7 @@ from foreroute.simulate.records import compared
 from tests.report.pages import plots_of, rows_of, text_of
 from tests.simulate.simulate_cases import small_config
 
-CONFIG = small_config(gpus=8, groups=2, methods=["eplb_step", "ours", "ours_rehomed"], planning_s=0.25)
+CONFIG = small_config(gpus=8, groups=2, methods=["eplb_step", "foreroute", "foreroute_rehomed"], planning_s=0.25)
 SHOWN = {
     "Executed": lambda m, _: "no" if m.not_executed else "yes",
     "Recompute and update, modelled": lambda m, _: 1e3 * m.training_s,
@@ -83,7 +83,7 @@ def test_numbers_sentences_and_pictures_are_those_of_the_records(found, tmp_path
         assert cells["Executed"] == "no"
         assert rounds_to(cells["Speedup over static"], found["static"].training_s / seconds)
     text = text_of(full)
-    hours = found["static"].gpu_hours - found["ours"].gpu_hours
+    hours = found["static"].gpu_hours - found["foreroute"].gpu_hours
     assert simulation_tiles(found)[0].value == f"{abs(1000 * hours):.3g}"
     for said in (simulation_finding(found), executed(found), *(tile.value for tile in simulation_tiles(found))):
         assert said.replace("\N{NO-BREAK SPACE}", " ") in text
@@ -97,16 +97,16 @@ def test_some_methods_alone(found):
     others = part_of(found, "static", "eplb_step", static=2.0, eplb_step=1.6)
     said = "EPLB, this step (not executed) makes recompute and update 1.25 times"
     assert said in simulation_finding(others)
-    both = part_of(found, "static", "ours", "eplb_step", static=2.0, ours=1.25, eplb_step=1.6)
+    both = part_of(found, "static", "foreroute", "eplb_step", static=2.0, foreroute=1.25, eplb_step=1.6)
     said = "1.60 times as fast as static and 1.28 times as fast as EPLB, this step (not executed), the fastest other"
     assert said in simulation_finding(both)
-    assert [method.name for method in compared(both.methods)] == ["ours", "eplb_step"]
+    assert [method.name for method in compared(both.methods)] == ["foreroute", "eplb_step"]
     assert simulation_table(both).column("Method")[:-2] == [method.label for method in both.methods]
 
 
 @pytest.mark.usefixtures("unpainted")
 def test_a_scenario_that_no_executor_carries_out_is_marked_at_every_figure(found, tmp_path):
-    some, missing = part_of(found, "static", "ours"), ("expert-parallel ranks on several nodes",)
+    some, missing = part_of(found, "static", "foreroute"), ("expert-parallel ranks on several nodes",)
     assert executed(some) == "Executed in tests on CPU processes: static; foreroute. The two limits never are."
     some = replace(some, methods=tuple(replace(method, not_executed=missing) for method in some.methods))
     assert executed(some).startswith("Nothing of it has been executed as it is simulated: it takes expert-parallel")
@@ -118,9 +118,9 @@ def test_a_scenario_that_no_executor_carries_out_is_marked_at_every_figure(found
 
 
 def test_a_step_that_takes_longer_is_no_gain_however_fast_its_training(found):
-    some = part_of(found, "static", "ours", static=2.0, ours=1.25)
+    some = part_of(found, "static", "foreroute", static=2.0, foreroute=1.25)
     assert simulation_finding(some).startswith("By the cost model, foreroute makes recompute and update 1.60 times")
-    late = replace(some["ours"], phases=some["ours"].phases._replace(planning=9.0))
+    late = replace(some["foreroute"], phases=some["foreroute"].phases._replace(planning=9.0))
     some = replace(some, methods=(some["static"], late))
     gain = f"{sum(some['static'].phases) / sum(late.phases):.2f}"
     assert simulation_finding(some) == (

@@ -16,8 +16,8 @@ CLUSTER = {
     "hardware": {"preset": "h100"},
     "model": {"preset": "qwen3-30b-a3b", "num_experts": EXPERTS, "top_k": PICKS},
 }
-SIMULATION = small_values(gpus=4, expert_parallel=2, experts=EXPERTS, micro_steps=1, methods=["ours"], planning_s=0.25)
-SIMULATION["model"]["num_layers"] = LAYERS
+SIMULATION = small_values(gpus=4, expert_parallel=2, experts=EXPERTS, micro_steps=1, planning_s=0.25)
+SIMULATION["methods"], SIMULATION["model"]["num_layers"] = ["foreroute"], LAYERS
 MODEL = SIZES | {"vocab_size": 50, "head_dim": 8}
 TRAINING = small_runs.small_values(
     warm_start={"max_steps": 1, "batch_size": 4},

@@ -123,24 +123,24 @@ DAMAGES = (
 
 def _changed(tensor, rng):
     """A tensor of another size, shape or type, with a few other numbers, or a whole other column."""
-    kind, flat = int(rng.integers(10)), tensor.reshape(-1).copy()
-    if kind == 0 or not tensor.size:
+    change, flat = int(rng.integers(10)), tensor.reshape(-1).copy()
+    if change == 0 or not tensor.size:
         return np.resize(tensor, tensor.size + 1) if tensor.ndim == 1 else tensor.reshape(-1)
-    if kind == 1:
+    if change == 1:
         return np.atleast_1d(tensor)[:-1].copy()
-    if kind == 2:
+    if change == 2:
         with np.errstate(invalid="ignore"):  # of numbers that an integer cannot hold
             return tensor.astype(_one_of(("<i4", "|u1", "<i8", "<u8"), rng))
     words, bits = flat.view(f"u{flat.itemsize}"), 8 * flat.itemsize
-    if kind == 3:  # differences of neighbours wrap to something small, and the ends stay
+    if change == 3:  # differences of neighbours wrap to something small, and the ends stay
         words[1:-1] = np.array([_staircase(i, bits, rng) for i in range(max(len(words) - 2, 0))], np.uint64)
-    elif kind == 4:  # lengths whose sum wraps to what it was
+    elif change == 4:  # lengths whose sum wraps to what it was
         total = int(words.sum(dtype=np.uint64))
         words[:] = np.array([_extreme(rng) % (1 << bits) for _ in words], np.uint64)
         words[-1] = (total - int(words[:-1].astype(object).sum())) % (1 << bits)
-    elif kind == 5:
+    elif change == 5:
         words[:] = rng.permutation(words)
-    elif kind == 6:
+    elif change == 6:
         words[:] = _extreme(rng) % (1 << bits)
     else:
         for place in rng.integers(flat.size, size=int(rng.integers(1, 5))):

@@ -260,7 +260,7 @@ def arrange_streams(case, outputs):
 
 
 def contents(folder):
-    """Everything below a folder: its kind, and what is in it."""
+    """Everything below a folder: its mode, and what is in it."""
     found = {}
     for path in sorted(folder.rglob("*")):
         mode = path.lstat().st_mode
@@ -270,7 +270,7 @@ def contents(folder):
 
 
 def judged(results):
-    """Names of the cases behind each kind of failure."""
+    """Names of the cases behind each failure."""
     return {
         "tracebacks": [r.case.name for r in results if b"Traceback (most recent" in r.stdout + r.stderr],
         "hangs": [r.case.name for r in results if r.hung],
@@ -315,7 +315,7 @@ def test_no_input_output_or_stream_breaks_a_verb(monkeypatch, tmp_path):
     cases = cases[:: max(1, len(cases) // MOST)] if MOST else cases
     assert len(cases) >= (MOST or 700)
     results = [run(case, tmp_path / f"case{number}", tmp_path / "good") for number, case in enumerate(cases)]
-    failures = {kind: names for kind, names in judged(results).items() if names}
+    failures = {failure: names for failure, names in judged(results).items() if names}
     print(f"{len(cases)} cases: {failures}")
     assert failures == {}
 
@@ -329,7 +329,7 @@ CARELESS = {
     "silent": lambda: (print(file=sys.stderr), sys.exit(2)),
     "destroyed": lambda: Path("there.txt").unlink(),
 }
-"""Verbs with one defect each, by its kind."""
+"""Verbs with one defect each, by its failure."""
 
 
 @pytest.mark.parametrize("defect", CARELESS)

@@ -105,6 +105,6 @@ ENDING = {"crash": {"crash"}, "oversteps a bound": {"crash"}, "hang": {"hang"}}
 
 @pytest.mark.slow
 def test_every_kind_of_defect_is_seen():
-    for expected in (DEFECTS, *({name: kinds} for name, kinds in ENDING.items())):
+    for expected in (DEFECTS, *({name: endings} for name, endings in ENDING.items())):
         found = attack("tests.robustness.test_fuzz:readers", 50, names=list(expected), hangs_after_s=1)
         assert {name: seen(tally) for name, tally in found.items()} == expected

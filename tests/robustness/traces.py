@@ -85,9 +85,9 @@ def require_possible(raw, trace):
 
 def forge_trace(raw, rng):
     """Changed tables and metadata, or changed contents of frames, or both; with right checksums of everything."""
-    kind = rng.random()
-    changed = _with_changed_contents(raw, rng) if kind < 0.6 else raw
-    return changed if kind < 0.4 else forge(changed, rng, apart=FORMAT.apart)
+    draw = rng.random()
+    changed = _with_changed_contents(raw, rng) if draw < 0.6 else raw
+    return changed if draw < 0.4 else forge(changed, rng, apart=FORMAT.apart)
 
 
 def _with_changed_contents(raw, rng):

@@ -43,8 +43,8 @@ def test_quantized_models_with_adapters(form, folder):
         model = AutoModelForCausalLM.from_pretrained(
             folder, quantization_config=form(), dtype=torch.bfloat16, trust_remote_code=False, use_safetensors=True
         )
-        kind = type(model.model.layers[0].self_attn.q_proj.weight).__name__
-        assert kind in ("Int8Params", "Params4bit", "Int8Tensor"), kind
+        weight_class = type(model.model.layers[0].self_attn.q_proj.weight).__name__
+        assert weight_class in ("Int8Params", "Params4bit", "Int8Tensor"), weight_class
         return with_lora(model)
 
     require_replayed(make)
@@ -57,14 +57,14 @@ def saved(tmp_path_factory):
     return folder
 
 
-def trained(saved, folder, config, kind, **settings):
+def trained(saved, folder, config, cls, **settings):
     """The trainer at the end, and its adapters' parameters before and after a step."""
     model = AutoModelForCausalLM.from_pretrained(
         saved, quantization_config=config, dtype=torch.float32, trust_remote_code=False, use_safetensors=True
     )
     adapters = LoraConfig(r=4, target_modules=["q_proj", "k_proj", "v_proj"], init_lora_weights=False)
     run = {"max_steps": 1, "learning_rate": 0.1, "optim": "sgd", "reward_funcs": told_apart}
-    trainer = make(folder, kind=kind, model=model, peft_config=adapters, **run, **settings)
+    trainer = make(folder, cls=cls, model=model, peft_config=adapters, **run, **settings)
     parameters = {name: each for name, each in trainer.model.named_parameters() if each.requires_grad}
     before = {name: each.detach().clone() for name, each in parameters.items()}
     trainer.train()

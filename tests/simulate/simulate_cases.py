@@ -40,7 +40,7 @@ def small_values(
     experts=8,
     micro_steps=2,
     groups=1,
-    methods=("static", "ours"),
+    methods=("static", "foreroute"),
     links=None,
     costs=None,
     **execution,

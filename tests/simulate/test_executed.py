@@ -25,7 +25,7 @@ from tests.train.small_runs import SIZES
 
 RANKS, MICRO_STEPS = 4, 2
 ROWS = ("static", *PRESETS)
-HOMES_ALONE = ("ours_homes", "ours_homes_previous")
+HOMES_ALONE = ("foreroute_homes", "foreroute_homes_previous")
 COSTS = CostModel(
     # all but rows costs next to nothing, so that no transfer is left out, and plans of few tokens pay
     model=replace(MODELS["qwen3-30b-a3b"], num_experts=16, top_k=2),
@@ -98,8 +98,8 @@ def test_rows_that_are_called_executed_are_executed_as_simulated(executed, name)
     counts_MLGE, home_LE, found = executed[0]
     step_plan, _, loss = found[name]
     assert (len(step_plan.hosts.expert_R) > 0) == (name != "static" and name not in HOMES_ALONE)
-    assert (step_plan.home_LE != step_plan.previous_home_LE).any() == (name in ("ours_rehomed", "ours_homes"))
-    assert (step_plan.home_LE != home_LE).any() == (name == "ours_rehomed" or name in HOMES_ALONE)
+    assert (step_plan.home_LE != step_plan.previous_home_LE).any() == (name in ("foreroute_rehomed", "foreroute_homes"))
+    assert (step_plan.home_LE != home_LE).any() == (name == "foreroute_rehomed" or name in HOMES_ALONE)
     simulated = serve(METHODS[name], problem_of(counts_MLGE, step_plan.topology, home_LE), COSTS)
     simulated_MLG = simulated.loads(step_plan.topology).served_SMLG[1]
     assert np.array_equal(np.stack([of_rank[name][1] for _, _, of_rank in executed], axis=-1), simulated_MLG)
@@ -117,7 +117,7 @@ def test_static_and_plans_of_ours_are_what_executes_and_nothing_else_is():
         ({"hardware": {"preset": "h100", "ranks_per_node": 2}}, "expert-parallel ranks on several nodes"),
     ):
         found = simulate(parse_config(small_config(gpus=4).model_dump() | change, source="the test"))
-        assert set(found["ours"].not_executed) == set(found["static"].not_executed) == {missing}
+        assert set(found["foreroute"].not_executed) == set(found["static"].not_executed) == {missing}
 
 
 def test_a_plan_for_what_the_executor_lacks_is_warned_of(monkeypatch):
@@ -132,7 +132,7 @@ def test_a_plan_for_what_the_executor_lacks_is_warned_of(monkeypatch):
         warn_of_lacks(unpriced, "hf", COSTS.paths)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        warn_of_lacks(planned(counts, "ours", None), "hf", COSTS.paths)
+        warn_of_lacks(planned(counts, "foreroute", None), "hf", COSTS.paths)
         warn_of_lacks(replace(unpriced, gains=dict.fromkeys(gains, 0.0)), "hf", COSTS.paths)
         monkeypatch.setitem(EXECUTES, "hf", EXECUTES["hf"] | {Ability.NODES})
         warn_of_lacks(across, "hf", "direct")

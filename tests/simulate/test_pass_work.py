@@ -103,14 +103,14 @@ def config_of(method, paths="host"):
 
 @pytest.mark.parametrize(("paths", "slots"), [("host", "shared"), ("direct", "layer")])
 def test_rows_and_replicas_are_those_that_counting_finds(paths, slots, monkeypatch):
-    preset = METHODS["ours_traffic"]
+    preset = METHODS["foreroute_traffic"]
     options = replace(preset.method.options, slots=slots, pay_off=False)  # so that both passes run by the plan
-    monkeypatch.setitem(METHODS, "ours_traffic", replace(preset, method=replace(preset.method, options=options)))
-    config = config_of("ours_traffic", paths)
+    monkeypatch.setitem(METHODS, "foreroute_traffic", replace(preset, method=replace(preset.method, options=options)))
+    config = config_of("foreroute_traffic", paths)
     cluster = config.described()
     record = simulate(config)
     for step in group_steps(config, cluster.topology, cluster.costs):
-        planned = serve(METHODS["ours_traffic"], step, cluster.costs)
+        planned = serve(METHODS["foreroute_traffic"], step, cluster.costs)
         assert planned.slots == slots
         rows, weights, gradients = np.zeros(2), np.zeros(3), np.zeros(2)
         for m, layer in np.ndindex(step.counts_MLGE.shape[:2]):
@@ -177,7 +177,7 @@ def slowest(counts_MLGE, home_LE):
 
 def test_homes_of_this_step_move_once_and_level_it(drawn):
     for step in drawn[0]:
-        found = served("ours_homes", step, drawn[1])
+        found = served("foreroute_homes", step, drawn[1])
         assert np.array_equal(found.before_LE, step.home_LE)
         assert found.home_moves == (found.home_LE != step.home_LE).sum() > 0
         # the same tokens: layers and experts get the same in all, and no rank more than one had
@@ -198,8 +198,8 @@ def test_homes_of_this_step_move_once_and_level_it(drawn):
 
 def test_homes_of_the_step_before_move_nothing_and_are_those_that_levelled_it(drawn):
     for step in drawn[0]:
-        found = served("ours_homes_previous", step, drawn[1])
+        found = served("foreroute_homes_previous", step, drawn[1])
         of_counts = replace(step, sequences=None, previous_sequences=None)
-        assert found.home_moves == served("ours_homes_previous", of_counts, drawn[1]).home_moves == 0
+        assert found.home_moves == served("foreroute_homes_previous", of_counts, drawn[1]).home_moves == 0
         assert np.array_equal(found.home_LE, step.previous_sequences().with_homes(step.topology, step.home_LE)[1])
         assert slowest(found.counts_MLGE, found.home_LE) < slowest(step.counts_MLGE, found.home_LE)

@@ -25,9 +25,9 @@ class Player:
     def __init__(self, work, rules, passes, ready_s):
         self.work, self.rules, self.ready_s = work, rules, ready_s
         micro_steps, layers = work.all_to_all_ML.shape
-        self.order = [(kind, m) for m in range(micro_steps) for kind in range(len(passes))]
+        self.order = [(way, m) for m in range(micro_steps) for way in range(len(passes))]
         self.layers = list(range(layers)), list(reversed(range(layers)))  # of the ways forward and back
-        self.cells = [(kind, m, layer) for kind, m in self.order for layer in self.layers[kind]]
+        self.cells = [(way, m, layer) for way, m in self.order for layer in self.layers[way]]
         self.ranks = work.head_MG.shape[1]
         self.attended, self.served = set(), set()  # places
         self.released = set()
@@ -42,14 +42,14 @@ class Player:
     def program(self, g, passes):
         work, program = self.work, []
         place = itertools.count()
-        for kind, m in self.order:
+        for way, m in self.order:
             program.append(("planned", m))
             head = work.head_MG[m].max()
-            if kind == 1:
+            if way == 1:
                 program.append(("meet", 2 * head))
-            for layer in self.layers[kind]:
+            for layer in self.layers[way]:
                 cell, leg = next(place), work.all_to_all_ML[m, layer]
-                forwards, backwards = passes[kind]
+                forwards, backwards = passes[way]
                 for i in range(forwards + backwards):
                     side = int(i >= forwards)
                     attention = work.attention_MG2[m, g, side] + work.layer_s
@@ -64,14 +64,14 @@ class Player:
                         program += [("all-to-all", leg), ("work", experts), ("meet", 0.0), ("gradients", m, layer)]
                         program += [("all-to-all", leg), ("work", attention), ("meet", 0.0)]
                 program.append(("served", cell))
-            if kind == 0:
+            if way == 0:
                 program.append(("meet", head))
         program.append(("gradients home",))
         return program
 
     def release(self):
         """Start what may start, in the order of the cells."""
-        for place, (kind, m, layer) in enumerate(self.cells):
+        for place, (way, m, layer) in enumerate(self.cells):
             if place in self.released:
                 continue
             if max(place - self.rules.prefetch, 0) not in self.attended:
@@ -81,10 +81,10 @@ class Player:
                 return False
             self.released.add(place)
             for g in range(self.ranks):
-                if self.work.host_KMLG[kind, m, layer, g] > 0:
-                    self.copies[g].append([place, self.work.host_KMLG[kind, m, layer, g]])
+                if self.work.host_KMLG[way, m, layer, g] > 0:
+                    self.copies[g].append([place, self.work.host_KMLG[way, m, layer, g]])
                 for k in range(4):
-                    self.links[g, k].append([place, self.work.direct_KMLG4[kind, m, layer, g, k]])
+                    self.links[g, k].append([place, self.work.direct_KMLG4[way, m, layer, g, k]])
             return True
         return False
 

@@ -76,7 +76,7 @@ def test_ones_own_traces_are_simulated(tmp_path):
     assert (step.counts_MLGE == counts).all()
     assert (step.squares_MG == squares).all()
     found = simulate(config)
-    assert found["ours"].imbalance < found["static"].imbalance
+    assert found["foreroute"].imbalance < found["static"].imbalance
     assert found.facts["workload"] == ", ".join(config.workload.traces)
 
 

@@ -68,7 +68,7 @@ def test_a_step_costs_what_its_slowest_rank_costs_by_hand(ranks, counts_MLGE, as
         assert run.end_s == pytest.approx(len(counts_MLGE) * seconds)
 
 
-@pytest.mark.parametrize("method", ["static", "ours", "eplb_micro_step"])
+@pytest.mark.parametrize("method", ["static", "foreroute", "eplb_micro_step"])
 @pytest.mark.parametrize("dispatcher", ["dedup", "copies"])
 def test_without_transfers_and_overlap_it_is_the_planners_cost_model(method, dispatcher):
     config = small_config(
@@ -107,10 +107,10 @@ def test_no_method_beats_the_bound_and_parts_add_up():
         assert record.gpu_hours_saved == pytest.approx(found["static"].gpu_hours - record.gpu_hours)
         assert record.as_dict()["phases"]["recompute"] == record.phases.recompute
     # replicas that do not pay are dropped from both, so that neither is the more level
-    assert max(found["ours_exact"].imbalance, found["ours"].imbalance) < found["static"].imbalance
-    # between nodes ours leaves more to the slowest rank where that keeps tokens in their node
-    assert found["ours"].training_s < found["eplb_previous"].training_s
-    assert found["ours"].training_s < found["static"].training_s
+    assert max(found["foreroute_exact"].imbalance, found["foreroute"].imbalance) < found["static"].imbalance
+    # between nodes a plan leaves more to the slowest rank where that keeps tokens in their node
+    assert found["foreroute"].training_s < found["eplb_previous"].training_s
+    assert found["foreroute"].training_s < found["static"].training_s
 
 
 def test_forced_balance_keeps_what_every_source_sends_and_levels_every_expert():
@@ -124,16 +124,16 @@ def test_forced_balance_keeps_what_every_source_sends_and_levels_every_expert():
 
 
 def test_the_recompute_waits_for_what_of_planning_does_not_come_before_it(monkeypatch):
-    hidden = simulate(small_config(planning_s=0.0))["ours"]
+    hidden = simulate(small_config(planning_s=0.0))["foreroute"]
     assert hidden.phases.planning == 0
     for lead_s, expected_s in ((0.0, 1e3), (400.0, 600.0), (2e3, 0.0)):
-        waited = simulate(small_config(planning_s=1e3, plan_lead_s=lead_s))["ours"]
+        waited = simulate(small_config(planning_s=1e3, plan_lead_s=lead_s))["foreroute"]
         assert waited.phases.planning == pytest.approx(expected_s)
         assert waited.training_s == pytest.approx(hidden.training_s)
     # two layers are planned, in a second, for four
     timed = "foreroute.simulate.simulation.serve"
     monkeypatch.setattr(timed, lambda *given, **how: replace(serve(*given, **how), planning_s=1.0))
-    assert simulate(small_config(planning_s=None))["ours"].planning_s == 2
+    assert simulate(small_config(planning_s=None))["foreroute"].planning_s == 2
 
 
 EXPERT = 3 * 2048 * 768

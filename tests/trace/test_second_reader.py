@@ -33,8 +33,8 @@ def checksum(metadata, tensors):
     for key in sorted(ours):
         fields += [key.encode(), ours[key].encode()]
     for name in sorted(set(tensors) - {"frames"}):
-        kind, tensor = tensors[name]
-        fields += [name.encode(), kind.encode(), "x".join(map(str, tensor.shape)).encode(), tensor.tobytes()]
+        dtype, tensor = tensors[name]
+        fields += [name.encode(), dtype.encode(), "x".join(map(str, tensor.shape)).encode(), tensor.tobytes()]
     return hashlib.blake2b(b"".join(b"%d:%b" % (len(f), f) for f in fields), digest_size=16).hexdigest()
 
 

@@ -31,7 +31,7 @@ WAYS = {
         "plan": {"home_moves": 4, "packing": "routes"},
         "model": {"gradient_checkpointing": True},
         "method": "gspo",
-        "correction": {"kind": "tis", "high": 1.01},
+        "correction": {"method": "tis", "high": 1.01},
     },
 }
 
@@ -45,10 +45,10 @@ def test_two_ranks_learn_what_one_process_learns_from_their_rollouts(workers, pa
             assert 0 < seen["effective_share"] < 1
             assert 0 < seen["cut_share"] < 1
     for execution in (record["execution"] for record in records if record["execution"]["passes"]):
-        for kind in ("executed", "at_home"):
-            cells = [cell for each in execution["passes"].values() for layers in each[f"{kind}_MLG"] for cell in layers]
+        for load in ("executed", "at_home"):
+            cells = [cell for each in execution["passes"].values() for layers in each[f"{load}_MLG"] for cell in layers]
             busiest, mean = sum(map(max, cells)), sum(map(sum, cells)) / 2
-            assert execution["max_over_mean"][kind] == pytest.approx(busiest / mean)
+            assert execution["max_over_mean"][load] == pytest.approx(busiest / mean)
         assert execution["max_over_mean"]["planned"] == execution["max_over_mean"]["executed"]
         # gate and up, and down, in float64
         expert = 8 * 3 * SIZES["hidden_size"] * SIZES["moe_intermediate_size"]

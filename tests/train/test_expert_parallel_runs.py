@@ -178,13 +178,13 @@ def test_what_goes_wrong_on_one_rank_ends_all_and_the_run_goes_on_later(workers,
     (memory / "something").write_text("")
     config = run_config(2, rl={"steps": 2}, checkpoint={"every": 1}, parallel={"shared_memory": str(memory)})
     workers(2).run(run, run_config(2, rl={"steps": 1}, checkpoint={"every": 1}), folder)
-    for way, kinds, message in [
+    for way, errors, message in [
         ("bug", ("RankError", "KeyError"), "no such thing"),
         ("no numbers", ("DivergedError", "DivergedError"), "logits are not finite"),
         ("full disk", ("RunFolderError", "RankError"), "step-000002.safetensors cannot be written"),
     ]:
         outcomes = workers(2).outcomes(resume_broken, config, folder, way)
-        assert tuple(outcome.kind for outcome in outcomes) == kinds, outcomes[0].trace
+        assert tuple(outcome.error for outcome in outcomes) == errors, outcomes[0].trace
         assert all(message in outcome.message for outcome in outcomes)
         assert "\n" not in outcomes[0].message
         assert load_checkpoint(path_of(folder, 1))["step"] == 1
@@ -196,7 +196,7 @@ def test_what_goes_wrong_on_one_rank_ends_all_and_the_run_goes_on_later(workers,
 def test_ranks_that_were_started_unlike_say_so(workers, tmp_path):
     config = run_config(2, rl={"steps": 1})
     outcomes = workers(2).outcomes(run_unlike, config, tmp_path / "run")
-    assert [outcome.kind for outcome in outcomes] == ["ConfigError"] * 2
+    assert [outcome.error for outcome in outcomes] == ["ConfigError"] * 2
     assert all("rank 1: rl.learning_rate is 1.0, 0.0006 on rank 0" in outcome.message for outcome in outcomes)
     assert not (tmp_path / "run").exists()
 
@@ -225,7 +225,7 @@ def test_a_killed_rank_ends_the_other_and_leaves_a_checkpoint(tmp_path):
     with closing(Workers(2, timeout_s=60)) as group:
         survivor, dead = group.outcomes(die_in_update, config, tmp_path / "run")
     assert dead is None
-    assert survivor.kind == "TransferError", survivor.trace
+    assert survivor.error == "TransferError", survivor.trace
     assert "A process died" in survivor.message
     assert load_checkpoint(path_of(tmp_path / "run", 1))["step"] == 1
     assert not list(memory.iterdir())

@@ -23,7 +23,7 @@ from foreroute.train.objective import (
     token_losses,
 )
 
-TIS = {"correction": {"kind": "tis", "high": 1.2}}
+TIS = {"correction": {"method": "tis", "high": 1.2}}
 
 
 def case_of(seed):

@@ -57,7 +57,7 @@ def weights(trainer):
 
 
 def test_metrics_of_a_step_are_those_of_its_tokens():
-    tis = {"correction": {"kind": "tis", "high": 1.005}, "routing": "none"}
+    tis = {"correction": {"method": "tis", "high": 1.005}, "routing": "none"}
     config, whole = small_config(rl=tis, rollout={"precision": "fp8"}), ScheduledPass("recompute", 0, [np.arange(24)])
     experience, record = trainer_of(config).run_step()
     recomputed = trainer_of(config).recompute(experience.generation, whole, "native")

@@ -217,17 +217,17 @@ def weight_files(folder: Path) -> list[Path]:
 @contextmanager
 def quiet_transformers() -> Iterator[None]:
     """Have transformers draw no progress bars, and escape what it logs, which may quote a folder's files."""
-    from transformers.utils import logging as theirs
+    from transformers.utils import logging as transformers_logging
 
     def escape(record: logging.LogRecord) -> bool:
         record.msg, record.args = printable(record.getMessage()), ()
         return True
 
     with ExitStack() as stack:
-        if theirs.is_progress_bar_enabled():
-            theirs.disable_progress_bar()
-            stack.callback(theirs.enable_progress_bar)
-        for handler in theirs.get_logger().handlers:
+        if transformers_logging.is_progress_bar_enabled():
+            transformers_logging.disable_progress_bar()
+            stack.callback(transformers_logging.enable_progress_bar)
+        for handler in transformers_logging.get_logger().handlers:
             handler.addFilter(escape)
             stack.callback(handler.removeFilter, escape)
         yield

@@ -91,9 +91,9 @@ def naming(what: str | os.PathLike[str]) -> Iterator[None]:
         raise CaptureError(f"{what}: {error}") from error
 
 
-def entries_of(record: Mapping[str, Any], name: str, *kinds: type) -> list[Any]:
+def entries_of(record: Mapping[str, Any], name: str, *types: type) -> list[Any]:
     """Return a list of a JSON object, whose entries are of these types and of none derived from them."""
     values = record.get(name)
-    if not isinstance(values, list) or not set(map(type, values)) <= set(kinds):
-        raise CaptureError(f"{name} is {shown(values)}; expected a list of {' or '.join(k.__name__ for k in kinds)}")
+    if not isinstance(values, list) or not set(map(type, values)) <= set(types):
+        raise CaptureError(f"{name} is {shown(values)}; expected a list of {' or '.join(t.__name__ for t in types)}")
     return values

@@ -64,9 +64,9 @@ def items_of(values: Any, name: str) -> list[Any]:
 
 def is_array(value: Any) -> bool:
     """Say whether it is an array of some library."""
-    kind = type(value)
+    array_class = type(value)
     # a tensor dictionary may have a shape and a dtype, but has keys
-    return hasattr(kind, "__array__") and not hasattr(kind, "keys") and not isinstance(value, np.generic)
+    return hasattr(array_class, "__array__") and not hasattr(array_class, "keys") and not isinstance(value, np.generic)
 
 
 def is_table(value: Any) -> bool:
@@ -145,11 +145,11 @@ def _plain(values: Any, name: str) -> Any:
     if not items_of(values, name):
         return np.zeros((0, 0, 0), np.int64)
     try:
-        kinds = set(map(type, chain.from_iterable(chain.from_iterable(values))))
+        types = set(map(type, chain.from_iterable(chain.from_iterable(values))))
     except Exception as error:
         raise CaptureError(f"{name} cannot be read ({shown(error)}); expected lists [rows, layers, picks]") from error
-    if kinds - {int}:
-        names = sorted(kind.__name__ for kind in kinds - {int})
+    if types - {int}:
+        names = sorted(each.__name__ for each in types - {int})
         raise CaptureError(f"{name} are lists that hold {', '.join(names)[:80]}; expected whole numbers")
     return values
 

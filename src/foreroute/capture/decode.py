@@ -310,7 +310,7 @@ def _as_version(value: object) -> int:
     return whole_number(value, name="weight_version", least=NO_VERSION, most=MOST_INT32, error=CaptureError)
 
 
-def _one_for_each(values: Any, count: int, name: str, kind: str) -> list[Any]:
+def _one_for_each(values: Any, count: int, name: str, form: str) -> list[Any]:
     """Return what the caller states, one entry for each sequence; None where nothing is stated."""
     if values is None:
         return [None] * count
@@ -322,7 +322,7 @@ def _one_for_each(values: Any, count: int, name: str, kind: str) -> list[Any]:
         array = as_array(values, name=name, error=CaptureError)
         given = list(array) if array.ndim == 2 else [array]
     else:
-        raise CaptureError(f"{name} is a {type(values).__name__}; expected {kind}, or a list of S such")
+        raise CaptureError(f"{name} is a {type(values).__name__}; expected {form}, or a list of S such")
     if len(given) != count:
         raise CaptureError(f"got {name} of {len(given)} sequences for the routes of {count}; expected as many")
     return given

@@ -116,12 +116,12 @@ def _sets(raw: RawSequence, sequence: int, num_tokens: int) -> tuple[NDArray[np.
 def _join_masks(masks: list[Any], sequence: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
     """Join lists or arrays of ids, all ids at once: a step of Python for each sampled token would take minutes."""
     # no classes derived from these are read, which may do anything
-    kinds = set(map(type, masks))
+    types = set(map(type, masks))
     try:
-        if kinds <= {list, tuple} and set(map(type, chain.from_iterable(masks))) <= {int}:
+        if types <= {list, tuple} and set(map(type, chain.from_iterable(masks))) <= {int}:
             counts_R = np.fromiter(map(len, masks), np.int64, len(masks))
             return counts_R, np.fromiter(chain.from_iterable(masks), np.int64, int(counts_R.sum()))
-        if kinds == {np.ndarray} and all(mask.ndim == 1 and mask.dtype.kind in "iu" for mask in masks):
+        if types == {np.ndarray} and all(mask.ndim == 1 and mask.dtype.kind in "iu" for mask in masks):
             counts_R = np.fromiter(map(len, masks), np.int64, len(masks))
             return counts_R, np.concatenate(masks, dtype=np.int64, casting="same_kind")
     except OverflowError:

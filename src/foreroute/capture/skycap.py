@@ -294,11 +294,11 @@ def _nodes_of(record: Mapping[str, Any], arrays: Mapping[str, NDArray[Any]]) -> 
     }
     used = dict.fromkeys(most, 0)
 
-    def part(number: int, kind: str, start: object, size: object) -> slice:
-        what = f"the {kind} of node {number}"
-        first = number_of(start, name=f"the start of {what}", most=most[kind], least=used[kind])
-        count = number_of(size, name=f"the length of {what}", most=most[kind] - first)
-        used[kind] = first + count
+    def part(number: int, array: str, start: object, size: object) -> slice:
+        what = f"the {array} of node {number}"
+        first = number_of(start, name=f"the start of {what}", most=most[array], least=used[array])
+        count = number_of(size, name=f"the length of {what}", most=most[array] - first)
+        used[array] = first + count
         return slice(first, first + count)
 
     for number, entry in enumerate(entries_of(record, "nodes", dict)):
@@ -335,8 +335,8 @@ def _nodes_of(record: Mapping[str, Any], arrays: Mapping[str, NDArray[Any]]) -> 
 def _side_files(folder: FilePath, record: Mapping[str, Any]) -> dict[str, NDArray[Any]]:
     """Read the arrays of all side files, by their names."""
     found: dict[str, NDArray[Any]] = {}
-    for kind, stated in _object(record.get("sidecars"), "sidecars").items():
-        stated = _object(stated, f"the side file {kind:.40}")
+    for sidecar, stated in _object(record.get("sidecars"), "sidecars").items():
+        stated = _object(stated, f"the side file {sidecar:.40}")
         name, shapes = stated.get("file"), _object(stated.get("arrays"), "arrays")
         if not isinstance(name, str) or not name or FilePath(name).name != name:
             raise CaptureError(f"a side file is named {shown(name)}; expected the name of a file in the same folder")
@@ -347,7 +347,7 @@ def _side_files(folder: FilePath, record: Mapping[str, Any]) -> dict[str, NDArra
         content = _content(read_file(folder / name, CaptureError), name, size)
         if len(content) != size:
             raise CaptureError(f"{name:.80} has {len(content)} bytes, and its arrays need {size}; copy it again")
-        for each, (types, axes) in READ.get(kind, {}).items():
+        for each, (types, axes) in READ.get(sidecar, {}).items():
             dtype, shape, start = places.get(each, (None, (), 0))
             if dtype is None or dtype.name not in types.split() or len(shape) != axes:
                 raise CaptureError(f"{each} of {name:.80} has {dtype} {shape}; expected {types} with {axes} axes")

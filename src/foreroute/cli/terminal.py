@@ -130,7 +130,7 @@ def shown_table(table: PageTable) -> Table:
     # a terminal is narrower than a page
     numbers = [number for number, column in enumerate(table.columns) if column.short]
     for number in numbers:
-        right = number > 0 and table.columns[number].kind == "number"
+        right = number > 0 and table.columns[number].content == "number"
         shown.add_column(table.columns[number].short, justify="right" if right else "left", no_wrap=right)
     for row in table.rows:
         first, *others = (Text(row.cells[number]) for number in numbers)

@@ -73,9 +73,9 @@ def print_difference(reference: Path, other: Path) -> bool:
     shares = zip(trace.spec.layers, found.overlap_by_layer_L, strict=True)
     console.print(_table(("layer", "share"), [(str(layer), f"{share:.2%}") for layer, share in shares]))
     console.print(_by_position(found))
-    natural = found.kind is Defect.NONE
+    natural = found.defect is Defect.NONE
     colour = "green" if natural else "bold red"
-    console.print(f"[{colour}]{found.kind}[/]  {escape(found.sentence)}", highlight=False)
+    console.print(f"[{colour}]{found.defect}[/]  {escape(found.sentence)}", highlight=False)
     # equal routes do not make other decisions equal: a stream may be lost or shifted alone
     natural &= _same_streams(trace, compared, console)
     command = f"foreroute doctor --trainer {quoted(reference)} --rollout {quoted(other)} --output doctor.html"

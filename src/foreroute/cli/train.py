@@ -11,7 +11,7 @@ from pathlib import Path
 from foreroute.cli.exit_codes import noting_the_first_signal
 from foreroute.cli.terminal import Console, Work, is_first_rank, working, write_page
 from foreroute.records import StepRecord, read_runs
-from foreroute.records.step_record import SIDES, AlarmKind
+from foreroute.records.step_record import SIDES, AlarmName
 from foreroute.report.run import run_finding, write_report
 from foreroute.train import TrainConfig, train
 from foreroute.train.run import Watcher
@@ -71,7 +71,7 @@ class Display:
     def __init__(self, config: TrainConfig, console: Console, work: Work) -> None:
         self._config, self._console, self._work = config, console, work
         self._metrics = ""
-        self._alarms: set[AlarmKind] = set()
+        self._alarms: set[AlarmName] = set()
 
     def warm_start(self, step: int, loss: float) -> None:
         """Show a supervised step."""
@@ -93,11 +93,11 @@ class Display:
         self.phase(step + 1, "saving what is due")
         if step % LINES_EVERY == 0 or step + 1 == num_steps:
             self._line(", ".join(filter(None, [f"step {step}", self._metrics, self._work.time_left()])))
-        for alarm in sorted(record.alarms or [], key=lambda alarm: alarm.kind):
-            if alarm.kind not in self._alarms:
-                seen = f": {_suspected(record)}" if alarm.kind == "sentinel" else "."
+        for alarm in sorted(record.alarms or [], key=lambda alarm: alarm.name):
+            if alarm.name not in self._alarms:
+                seen = f": {_suspected(record)}" if alarm.name == "sentinel" else "."
                 self._say(f"alarm at step {step}: {alarm}{seen} {alarm.advice}")
-        self._alarms = {alarm.kind for alarm in record.alarms or []}
+        self._alarms = {alarm.name for alarm in record.alarms or []}
 
     def _begin(self, what: str, unit: str) -> None:
         """Begin a part of the run, unless it is under way: the pace is that of a part."""

@@ -256,8 +256,8 @@ def misplaced(wanted: RoutingTrace, seen_NLK: NDArray[Any], native_NLK: NDArray[
     whole = wrong_RL.mean(axis=0) > 0.6
     with np.errstate(invalid="ignore"):  # what was executed may hold an expert twice, which no trace does
         named = explain(wanted, replace(wanted, expert_ids_NLK=seen_NLK.astype(wanted.spec.id_dtype)), names=_NAMES)
-    if named.kind in _CHECK_OF:
-        return Misplaced(_CHECK_OF[named.kind], named.sentence)
+    if named.defect in _CHECK_OF:
+        return Misplaced(_CHECK_OF[named.defect], named.sentence)
     if whole.any() and not wrong_RL[:, ~whole].any() and not whole.all():
         layers = ", ".join(str(wanted.spec.layers[int(i)]) for i in np.flatnonzero(whole))
         return Misplaced("silent-no-op", f"{layers} did not follow the trace, and nothing was raised")

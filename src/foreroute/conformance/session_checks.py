@@ -173,9 +173,9 @@ def _second_attached(context: CheckContext) -> None:
     wanted = context.foreign(handle.spec, context.base)
     with handle.replay(wanted):
         other, other_handle = context.pair()
-        theirs = context.foreign(other_handle.spec, context.base, seed=8)
-        with other_handle.replay(theirs):
-            for each, routes, which in ((other, theirs, "second"), (model, wanted, "first")):
+        others = context.foreign(other_handle.spec, context.base, seed=8)
+        with other_handle.replay(others):
+            for each, routes, which in ((other, others, "second"), (model, wanted, "first")):
                 seen = each.forward(context.base, grad=False).seen
                 require_followed(routes, seen, context.native, f"the model that was attached {which}")
     _require_native(other, context, "the model that was attached second, after both sessions")

@@ -87,19 +87,19 @@ def run_unnumbered(function: Callable[..., Returned], *args: Any) -> Returned:
 
 
 def _bind_one(holder: Any, name: str, current: object, ran: Iterable[Any], reopen: Reopen) -> None:
-    # every owner, such as two models in one checkpoint, wraps what it finds: look for ours below the others
-    outermost = ours = getattr(holder, name)
-    while isinstance(ours, _Recompute) and ours.reopen != reopen:
-        ours = ours.function
-    if not isinstance(ours, _Recompute):
-        ours = _Recompute(outermost, current, reopen)
-        setattr(holder, name, ours)
-    if ours.current is not current:
+    # every owner, such as two models in one checkpoint, wraps what it finds: look for its own below the others
+    outermost = bound = getattr(holder, name)
+    while isinstance(bound, _Recompute) and bound.reopen != reopen:
+        bound = bound.function
+    if not isinstance(bound, _Recompute):
+        bound = _Recompute(outermost, current, reopen)
+        setattr(holder, name, bound)
+    if bound.current is not current:
         raise ReplayError(
             "one activation checkpoint holds two forwards of a model, which its recomputation could not tell apart; "
             "checkpoint each of them on its own"
         )
-    ours.ran.update(dict.fromkeys(ran))
+    bound.ran.update(dict.fromkeys(ran))
 
 
 def _checkpoints_around(frame: FrameType | None, until: CodeType | None) -> list[tuple[Any, str]]:
@@ -145,10 +145,9 @@ def prove() -> None:
 
     Raises `ReplayError` when this release of torch keeps their functions elsewhere, or numbers operators otherwise.
     """
-    kinds = (True, False)
-    nested, is_unnumbered = [], False
+    forms, nested, is_unnumbered = (True, False), [], False
     with torch.enable_grad(), suppress(AttributeError, KeyError):  # names that are private to torch
-        nested = [_reopened([outer, inner]) for outer in kinds for inner in kinds]
+        nested = [_reopened([outer, inner]) for outer in forms for inner in forms]
         is_unnumbered = _may_leave_out_a_top_k()
     if nested != [2] * 4:
         raise ReplayError(
@@ -164,7 +163,7 @@ def prove() -> None:
         )
 
 
-def _reopened(kinds: list[bool]) -> int:
+def _reopened(reentrant: list[bool]) -> int:
     """Count how often backward opens a pass again, of checkpoints in one another, outermost first."""
     passes: list[object] = []
 
@@ -174,13 +173,13 @@ def _reopened(kinds: list[bool]) -> int:
         yield
 
     def function(x: torch.Tensor) -> torch.Tensor:
-        bind(kinds, ["ran"], reopen)
+        bind(reentrant, ["ran"], reopen)
         return x.sin()
 
-    for kind in reversed(kinds):
-        function = partial(checkpoint.checkpoint, function, use_reentrant=kind)
+    for each in reversed(reentrant):
+        function = partial(checkpoint.checkpoint, function, use_reentrant=each)
     function(torch.ones(1, requires_grad=True)).backward()
-    return passes.count(kinds)
+    return passes.count(reentrant)
 
 
 def _may_leave_out_a_top_k() -> bool:

@@ -40,9 +40,9 @@ class _Session(AbstractContextManager[T], Generic[T]):
         return self._managed.__enter__()
 
     def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+        self, error_class: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> bool | None:
-        return self._managed.__exit__(kind, error, traceback)
+        return self._managed.__exit__(error_class, error, traceback)
 
     def __getattr__(self, name: str) -> NoReturn:
         raise AttributeError(f"what {self._name}() returns has no {name}, its session may have; {self._advice}")

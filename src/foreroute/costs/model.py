@@ -349,9 +349,9 @@ class Prices(NamedTuple):
     refetches: bool  # whether each group of a pass fetches weights; else the first one does, and slots keep them
 
 
-_KINDS: dict[Any, Any] = {int: INT, float: FLOAT, bool: BOOL, NDArray[np.int64]: ArrayOf(np.int64, 2)}
-_KINDS[ExpertPrices] = StructOf(**{name: _KINDS[kind] for name, kind in get_type_hints(ExpertPrices).items()})
-PRICES = StructOf(**{name: _KINDS[kind] for name, kind in get_type_hints(Prices).items()})
+_TYPES: dict[Any, Any] = {int: INT, float: FLOAT, bool: BOOL, NDArray[np.int64]: ArrayOf(np.int64, 2)}
+_TYPES[ExpertPrices] = StructOf(**{name: _TYPES[hint] for name, hint in get_type_hints(ExpertPrices).items()})
+PRICES = StructOf(**{name: _TYPES[hint] for name, hint in get_type_hints(Prices).items()})
 """As compiled loops take them."""
 
 

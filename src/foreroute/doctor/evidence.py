@@ -230,7 +230,7 @@ def measure(evidence: Evidence) -> Measures:
             version = engine.versions[0] if evidence.expected_version is None else evidence.expected_version
             own = own.with_weight_version(version)
         explanation = explain(own, engine, names=NAMES)
-        reordered = explanation.kind is Defect.PERMUTATION and explanation.parameters.get("with_tokens", False)
+        reordered = explanation.defect is Defect.PERMUTATION and explanation.parameters.get("with_tokens", False)
         if reordered:
             # in one order, so that a second defect is seen too
             engine = engine.select(np.argsort(explanation.parameters["order"]))
@@ -427,10 +427,10 @@ def _roots(evidence: Evidence) -> RootMismatch | None:
 
 def _choices(own: RoutingTrace | None, engine: RoutingTrace | None) -> StreamDifference | None:
     """Compare choices of indexers, where both have some of the same indexers."""
-    mine, theirs = (None if trace is None else trace.streams.get(INDEXER) for trace in (own, engine))
-    if mine is None or theirs is None or (mine.layers, mine.num_rows) != (theirs.layers, theirs.num_rows):
+    a, b = (None if trace is None else trace.streams.get(INDEXER) for trace in (own, engine))
+    if a is None or b is None or (a.layers, a.num_rows) != (b.layers, b.num_rows):
         return None
-    return stream_difference(mine, theirs)
+    return stream_difference(a, b)
 
 
 def _tokens(trainer: TrainerPass | None, other_R: NDArray[Any] | None) -> TokenMismatch | None:

@@ -260,12 +260,12 @@ def _routes(evidence: Evidence, measures: Measures) -> Iterator[Finding]:
             f"Routes were compared in the trainer's order.{apart}",
             COMPARED_TWICE,
         )
-    if explained.kind is Defect.UNEXPLAINED:
+    if explained.defect is Defect.UNEXPLAINED:
         # precision flips close decisions; a majority of them is another computation
         severity = Severity.PROBLEM if explained.differing >= MOST else Severity.WARNING
-        yield Finding(severity, "routes", explained.sentence, ADVICE[explained.kind])
-    elif explained.kind is not Defect.NONE:
-        yield Finding(Severity.PROBLEM, "routes", explained.sentence, ADVICE[explained.kind])
+        yield Finding(severity, "routes", explained.sentence, ADVICE[explained.defect])
+    elif explained.defect is not Defect.NONE:
+        yield Finding(Severity.PROBLEM, "routes", explained.sentence, ADVICE[explained.defect])
     if not routes.by_differing_layers[1:].sum():
         sentence = f"The experts are the same in every layer of {many(routes.rows, 'row')}."
         yield Finding(Severity.FINE, "routes", sentence)
@@ -276,7 +276,7 @@ def _routes(evidence: Evidence, measures: Measures) -> Iterator[Finding]:
     with np.errstate(invalid="ignore"):  # positions without a row are NaN
         agreed = int(np.argmax(explained.overlap_by_position_T < 1))
     yield Finding(
-        Severity.FINE if explained.kind is Defect.NONE else Severity.NOTE,
+        Severity.FINE if explained.defect is Defect.NONE else Severity.NOTE,
         "routes",
         f"Other experts were picked in {routes.differing_share:.1%} of the routing decisions, and in at least one "
         f"layer of {routes.differing_tokens_share:.1%} of the tokens: first in {measures.layers[first]} for "

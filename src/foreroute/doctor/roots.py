@@ -36,7 +36,7 @@ def about_roots(measures: Measures) -> Iterator[Finding]:
     """Say where the trainer would choose otherwise on the engine's routes too, and what of that is no near-tie."""
     found = measures.roots
     # where rows or layers are mixed up every decision is another, and none stands out
-    is_mixup = measures.explanation is not None and measures.explanation.kind not in OF_ONE_PLACE
+    is_mixup = measures.explanation is not None and measures.explanation.defect not in OF_ONE_PLACE
     if found is None or is_mixup or not found.roots_L.any():
         return
     for layer, times in found.steep:
@@ -67,7 +67,7 @@ def about_roots(measures: Measures) -> Iterator[Finding]:
     # samples of one prompt share its rows
     roots, distinct = int(found.roots_L.sum()), int(found.distinct_L.sum())
     copies = f" ({distinct:,} where copies in samples of one prompt are one)" if distinct < roots else ""
-    is_natural = measures.explanation is not None and measures.explanation.kind is Defect.NONE
+    is_natural = measures.explanation is not None and measures.explanation.defect is Defect.NONE
     yield Finding(
         Severity.FINE if is_natural else Severity.NOTE,
         "routes",

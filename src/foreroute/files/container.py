@@ -103,16 +103,16 @@ class FileFormat:
                 f"{file.name} is a {self.name} file of version {version:.40}; this foreroute reads version "
                 f"{self.version}. Make it again"
             )
-        ours = {key: value for key, value in file.metadata.items() if key.startswith(KEY)}
+        fields = {key: value for key, value in file.metadata.items() if key.startswith(KEY)}
         expected = {KEY + key for key in (self.name, *self.metadata, "checksum")}
-        if set(ours) != expected:
+        if set(fields) != expected:
             raise self.error(
-                f"{file.name} is no readable {self.name} file: its metadata are {few(ours)}; expected {few(expected)}"
+                f"{file.name} is no readable {self.name} file: its metadata are {few(fields)}; expected {few(expected)}"
             )
         if (why := self._objection(file.tensors)) is not None:
             raise self.error(f"{file.name} is no readable {self.name} file: {why}")
         tensors = {name: file.read(name) for name in file.tensors if name not in self.apart}
-        stated, found = ours.pop(KEY + "checksum"), checksum(ours, tensors)
+        stated, found = fields.pop(KEY + "checksum"), checksum(fields, tensors)
         if found != stated:
             raise self.error(
                 f"{file.name} is damaged: its checksum is {found}, the file states {stated:.40}; copy it again, or "
@@ -122,7 +122,7 @@ class FileFormat:
             # a sum of sizes from 0 that wraps becomes negative at once
             if (tensors[name] < 0).any() or (np.cumsum(tensors[name]) < 0).any():
                 raise self.error(f"{file.name} is damaged: its {name} are not sizes that add up to less than 2^63")
-        return {key: ours[KEY + key] for key in self.metadata}, tensors
+        return {key: fields[KEY + key] for key in self.metadata}, tensors
 
     def is_in(self, path: str | os.PathLike[str]) -> bool:
         """Say whether a file states that it is of this format, of any version."""
@@ -165,9 +165,9 @@ class FileFormat:
         """Return the metadata as they stand in the file, with version and checksum."""
         if (why := self._objection(tensors)) is not None:
             raise self.error(f"this {self.name} file cannot be written: {why}")
-        ours = {KEY + self.name: str(self.version), **{KEY + key: metadata[key] for key in self.metadata}}
+        fields = {KEY + self.name: str(self.version), **{KEY + key: metadata[key] for key in self.metadata}}
         covered = {name: tensor for name, tensor in tensors.items() if name not in self.apart}
-        return {**ours, KEY + "checksum": checksum(ours, covered)}
+        return {**fields, KEY + "checksum": checksum(fields, covered)}
 
 
 def objection(
@@ -221,10 +221,10 @@ class TensorFile:
         most_header_bytes: int = MOST_HEADER_BYTES,
     ) -> None:
         given: Any = source
-        self._is_ours = not hasattr(given, "seek")  # what is no opened file must be a path, or is refused
-        self._error, self.name = error, str(source) if self._is_ours else name
+        self._was_opened_here = not hasattr(given, "seek")  # what is no opened file must be a path, or is refused
+        self._error, self.name = error, str(source) if self._was_opened_here else name
         self._file: Any = given
-        if self._is_ours:
+        if self._was_opened_here:
             place = as_place(given, error)
             self._file = open_at(place, error) if isinstance(place, str) else open_regular(place, error)
         try:
@@ -261,7 +261,7 @@ class TensorFile:
 
     def close(self) -> None:
         """Close the file if this opened it."""
-        if self._is_ours:
+        if self._was_opened_here:
             self._file.close()
 
     def __enter__(self) -> TensorFile:

@@ -34,7 +34,7 @@ WITH_NUMPY = "numpy.load(path) opens it: hand in its arrays"
 WITH_TORCH = "torch.load(path, weights_only=True) opens it: hand in its arrays"
 ZIPPED = rb"PK\x03\x04.{26}[\w ./-]*"
 LINE = rb"(\xef\xbb\xbf)?(\s|#[^\n]*\n)*"
-KINDS = {
+FILE_TYPES = {
     rb"\Z": "empty. Was it written to the end? Make it again",
     rb".{4}\0{4}\{": "a safetensors file",
     rb"\x93NUMPY": f"an array of numpy (.npy). {WITH_NUMPY}, or write counts by foreroute.plan.save_counts",
@@ -134,8 +134,8 @@ def _decoded(content: bytes | bytearray, error: type[ForerouteError], name: str)
 def it_is(content: bytes | bytearray | memoryview, *expected: str) -> str:
     """End a sentence with the kind of file that begins so, and what to do; empty for what was expected."""
     head = bytes(content[:HEAD_BYTES])
-    kind = next(kind for begin, kind in KINDS.items() if re.match(begin, head, re.DOTALL))
-    return f": it is {kind}" if kind and kind not in expected else ""
+    found = next(words for begin, words in FILE_TYPES.items() if re.match(begin, head, re.DOTALL))
+    return f": it is {found}" if found and found not in expected else ""
 
 
 def reason(cause: Exception) -> str:

@@ -123,8 +123,8 @@ def _compared(
     if differs.any():
         first = int(differs.argmax())
         s, position = place_of(first, as_offsets(shared_S))
-        theirs = int(trace.token_ids_N[rows[first]])
-        return rows, f"sequence {s}, position {position}: token {tokens[first]} in the batch, {theirs} in the trace"
+        traced = int(trace.token_ids_N[rows[first]])
+        return rows, f"sequence {s}, position {position}: token {tokens[first]} in the batch, {traced} in the trace"
     longer = length_S > trace.lengths
     if longer.any():
         s = int(longer.argmax())

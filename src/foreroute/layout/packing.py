@@ -236,11 +236,11 @@ def _halve_heaviest(bounds: list[int], sums: NDArray[np.int64]) -> list[int]:
 def _deal(tokens: list[int], costs: list[float], num_ranks: int, token_budget: int) -> tuple[list[int], int]:
     """Return the place of each sequence, micro-step * G + rank, and the number of micro-steps."""
     # by tokens more fit into tight budgets
-    kinds: list[list[Any]] = [costs] if costs == tokens else [costs, tokens]
+    weightings: list[list[Any]] = [costs] if costs == tokens else [costs, tokens]
 
     @cache  # the number that is found was tried before
     def dealt(micro_steps: int) -> list[int] | None:
-        for weights in kinds:
+        for weights in weightings:
             places = _to_lightest(tokens, weights, token_budget, micro_steps * num_ranks)
             if places is not None:
                 return places

@@ -240,6 +240,6 @@ def _differing(engine: RoutingTrace, other: RoutingTrace) -> tuple[NDArray[np.bo
 
 def _root(engine: RoutingTrace, replayed: RoutingTrace, row: int, layer: int, deficit: float) -> Root:
     sequence = int(np.searchsorted(engine.offsets, row, side="right")) - 1
-    theirs, own = (set(trace.expert_ids_NLK[row, layer].tolist()) for trace in (engine, replayed))
+    of_engine, own = (set(trace.expert_ids_NLK[row, layer].tolist()) for trace in (engine, replayed))
     position = row - int(engine.offsets[sequence])
-    return Root(sequence, position, layer, sorted(theirs - own), sorted(own - theirs), deficit)
+    return Root(sequence, position, layer, sorted(of_engine - own), sorted(own - of_engine), deficit)

@@ -41,7 +41,7 @@ class Explanation:
     """How two traces differ, and why.
 
     Attributes:
-        kind: the defect, `Defect.NONE` for natural mismatch.
+        defect: what sets them apart, `Defect.NONE` for natural mismatch.
         parameters: what defines the defect (`tokens` of a shift, `order` of a permutation, `rows` of a prefix, ...).
         sentence: the defect for a reader, in whole sentences.
         differing: share of routing decisions, one for each token and layer, whose expert sets differ.
@@ -49,7 +49,7 @@ class Explanation:
         overlap_by_position_T: float64 [longest sequence], NaN where no sequence has a row.
     """
 
-    kind: Defect
+    defect: Defect
     parameters: Mapping[str, Any]
     sentence: str
     differing: float
@@ -58,7 +58,7 @@ class Explanation:
 
 
 class _Finding(NamedTuple):
-    kind: Defect
+    defect: Defect
     parameters: Mapping[str, Any]
     sentence: str
 
@@ -132,25 +132,26 @@ def _of_mixup(pair: TracePair, mixup: Mixup, name: str) -> _Finding | None:
     gain, spec = mixup.total - pair.before, pair.a.spec
     if gain * pair.num_routers < _MIN_EVIDENCE or gain < _MIN_GAIN or mixup.covered < _MIN_COVERED:
         return None
-    return _Finding(mixup.kind, mixup.parameters, f"{_capital(name)} {_predicate(mixup.kind, mixup.parameters, spec)}.")
+    return _Finding(mixup.defect, mixup.parameters, f"{_capital(name)} {_predicate(mixup, spec)}.")
 
 
-def _predicate(kind: Defect, p: Mapping[str, Any], spec: RoutingSpec) -> str:
+def _predicate(mixup: Mixup, spec: RoutingSpec) -> str:
     """Say what a mix-up did to a trace, within a sentence."""
-    if kind is Defect.SHIFT:
+    defect, p = mixup.defect, mixup.parameters
+    if defect is Defect.SHIFT:
         source = f"p {'-' if p['tokens'] > 0 else '+'} {abs(p['tokens'])}"
         return f"is shifted by {_steps(p['tokens'], 'token')}: its row p holds the routes of row {source}"
-    if kind is Defect.LAYER_OFFSET:
+    if defect is Defect.LAYER_OFFSET:
         axis = ": an axis of all layers was read as one of routed layers, or the other way round"
         return f"is offset by {_steps(p['layers'], 'layer')}{axis if p['dense_first'] else ''}"
-    if kind is Defect.LAYER_ORDER:
+    if defect is Defect.LAYER_ORDER:
         moved = [f"{spec.layers[at]} has those of {spec.layers[of]}" for at, of in enumerate(p["order"]) if at != of]
         return (
             f"has the routes of its layers in another order: {', '.join(moved[:8])}{', ...' if len(moved) > 8 else ''}"
         )
-    if kind is Defect.FLATTENING:
+    if defect is Defect.FLATTENING:
         return f"was flattened {p['written']} and read {p['read']} (padded to {p['width']})"
-    if kind is Defect.PERMUTATION:
+    if defect is Defect.PERMUTATION:
         return f"holds the routes of other sequences: those of the sequences {listed(p['order'])}, in this order"
     return (
         f"calls the experts by other ids, by a fixed map in each layer ({sum(p['moved'])} of "

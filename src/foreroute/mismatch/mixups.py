@@ -1,4 +1,4 @@
-"""Supposed mix-ups: for each kind of defect, the one of its kind that makes two traces agree most."""
+"""Supposed mix-ups: for each defect, the one that makes two traces agree most."""
 
 from __future__ import annotations
 
@@ -46,14 +46,14 @@ class Defect(StrEnum):
 class Mixup:
     """A defect that was supposed and undone."""
 
-    kind: Defect  # of defect
+    defect: Defect
     parameters: Mapping[str, Any]  # what exactly was undone
     total: float  # mean agreement over all sampled routers after it; routers that it cannot restore count 0
     covered: float  # mean agreement over the routers that it restores
 
 
 def mixups(pair: TracePair) -> Iterator[Mixup]:
-    """Give the best of each kind, where the kind applies."""
+    """Give the best of each defect, where the defect applies."""
     yield from _shifts(pair)
     yield from _layers_moved(pair)
     if len(pair.a) > 1:

@@ -191,9 +191,9 @@ class Hosts(NamedTuple):
 
 def _concatenated(home_LE: NDArray[np.int16], sizes_C: ArrayLike, rows: Sequence[tuple[Any, ...]]) -> Hosts:
     """Make hosts of cells with this many replicas each, whose arrays come in pieces."""
-    kinds = (np.int16, np.int16, np.int16, np.bool_, np.int32)
-    columns = zip(zip(*rows, strict=True), kinds, strict=True)
-    arrays: Iterator[Any] = (np.concatenate(pieces, dtype=kind, casting="same_kind") for pieces, kind in columns)
+    dtypes = (np.int16, np.int16, np.int16, np.bool_, np.int32)
+    columns = zip(zip(*rows, strict=True), dtypes, strict=True)
+    arrays: Iterator[Any] = (np.concatenate(pieces, dtype=dtype, casting="same_kind") for pieces, dtype in columns)
     return Hosts(np.ascontiguousarray(home_LE, np.int16), np.concatenate([[0], np.cumsum(sizes_C)]), *arrays)
 
 

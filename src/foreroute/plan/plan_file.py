@@ -70,7 +70,7 @@ def plan_content(plan: StepPlan) -> tuple[dict[str, str], dict[str, NDArray[Any]
     check_structure(plan)
     most = plan.hosts.tokens_RG.max(initial=0)
     # splits are most of the file, and most are small
-    narrowest = next(kind for kind in (np.uint8, np.uint16, np.int32) if most <= np.iinfo(kind).max)
+    narrowest = next(dtype for dtype in (np.uint8, np.uint16, np.int32) if most <= np.iinfo(dtype).max)
     metadata = {
         "topology": json.dumps(asdict(plan.topology), allow_nan=False),
         "slots": plan.slots,

@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 import numpy as np
 from numpy.lib.stride_tricks import sliding_window_view
 
-from foreroute.records.step_record import Alarm, AlarmKind, Side, StepRecord
+from foreroute.records.step_record import Alarm, AlarmName, Side, StepRecord
 
 WINDOW = 10
 """Measurements in a mean. Means are over the last ones, and over no fewer."""
@@ -57,7 +57,7 @@ def _collapse(history: Sequence[StepRecord]) -> Alarm | None:
     """Give the alarm of a loss that is not finite, or of a mean reward that stays below half of its maximum."""
     last = history[-1]
     if last.loss is not None and not math.isfinite(last.loss):
-        return Alarm(kind="collapse", since=last.step, value=last.loss, threshold=math.inf)
+        return Alarm(name="collapse", since=last.step, value=last.loss, threshold=math.inf)
     steps, rewards = _measured(history, lambda step: step.reward_mean)
     if len(rewards) < WINDOW:
         return None
@@ -69,11 +69,11 @@ def _collapse(history: Sequence[StepRecord]) -> Alarm | None:
         return None
     # the first mean is its own maximum, so that it is never low
     first = len(low) - int(low[::-1].argmin())
-    return Alarm(kind="collapse", since=steps[first], value=float(means[-1]), threshold=float(limits[-1]))
+    return Alarm(name="collapse", since=steps[first], value=float(means[-1]), threshold=float(limits[-1]))
 
 
 def _mean_passes(
-    kind: AlarmKind, measured: Measured, *, above: float = math.inf, below: float = -math.inf
+    name: AlarmName, measured: Measured, *, above: float = math.inf, below: float = -math.inf
 ) -> Alarm | None:
     """Give an alarm where the mean of the last measurements is too high or low; it stays until the next one."""
     steps, values = measured
@@ -82,7 +82,7 @@ def _mean_passes(
     mean = float(np.mean(values[-WINDOW:]))
     if not (mean > above or mean < below):
         return None
-    return Alarm(kind=kind, since=steps[-WINDOW], value=mean, threshold=above if mean > above else below)
+    return Alarm(name=name, since=steps[-WINDOW], value=mean, threshold=above if mean > above else below)
 
 
 def _suspicious(history: Sequence[StepRecord]) -> Alarm | None:
@@ -91,7 +91,7 @@ def _suspicious(history: Sequence[StepRecord]) -> Alarm | None:
         return None
     since = next((each.step + 1 for each in reversed(history) if not each.suspicions), history[0].step)
     worst = max(suspicions, key=lambda each: each.share)
-    return Alarm(kind="sentinel", since=since, value=worst.share, threshold=worst.usual or 0.0)
+    return Alarm(name="sentinel", since=since, value=worst.share, threshold=worst.usual or 0.0)
 
 
 def _measured(history: Sequence[StepRecord], figure: Callable[[StepRecord], float | None]) -> Measured:

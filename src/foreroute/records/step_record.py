@@ -38,9 +38,9 @@ Share = Annotated[float, AfterValidator(_check_share)]
 """Numbers of ranks that the load of experts is stated for, as keys of JSON."""
 Loads = list[list[list[int]]]
 """Assignments [M][L][G] of every rank in every cell."""
-AlarmKind = Literal["collapse", "f2", "disagreement", "stale_routes", "effective_share", "sentinel"]
+AlarmName = Literal["collapse", "f2", "disagreement", "stale_routes", "effective_share", "sentinel"]
 """What an alarm is about. The constants of `foreroute.records.alarm_rules` say when each goes off."""
-WORDS: dict[AlarmKind, str] = {
+WORDS: dict[AlarmName, str] = {
     "collapse": "reward has collapsed, or the loss is not finite",
     "f2": "too many tokens are far apart in trainer and engine, F(2)",
     "disagreement": "routing disagreement of trainer and engine has grown",
@@ -48,7 +48,7 @@ WORDS: dict[AlarmKind, str] = {
     "effective_share": "importance weights leave few effective samples",
     "sentinel": "replayed routes are not those of their tokens and weights",
 }
-ADVICE: dict[AlarmKind, str] = {
+ADVICE: dict[AlarmName, str] = {
     "collapse": "Start again from a checkpoint from before it (warm_start.checkpoint), with a lower rl.learning_rate "
     "or fewer rl.mini_steps.",
     "f2": 'Train with replay (rl.routing = "R3") if the run does not. If it does, routing is not the cause: run '
@@ -175,7 +175,7 @@ class ExecutionRecord(Record):
 class DeviceRecord(Record):
     """Where a step ran."""
 
-    kind: str
+    type: str
     """`cpu` or `cuda`."""
     name: str
     """Its name."""
@@ -208,7 +208,7 @@ class SuspicionRecord(Record):
 class Alarm(Record):
     """A warning that is on after a step."""
 
-    kind: AlarmKind
+    name: AlarmName
     """What it is about."""
     since: int
     """The first step whose figures it rests on."""
@@ -220,14 +220,14 @@ class Alarm(Record):
     @property
     def advice(self) -> str:
         """What to do about it."""
-        return ADVICE[self.kind]
+        return ADVICE[self.name]
 
     def __str__(self) -> str:
         """Say what was seen, with the figures."""
-        beside = f", {'usual' if self.kind == 'sentinel' else 'limit'} {self.threshold:.3g}"
-        if self.kind == "sentinel" and not self.threshold:  # too little was seen to say
+        beside = f", {'usual' if self.name == 'sentinel' else 'limit'} {self.threshold:.3g}"
+        if self.name == "sentinel" and not self.threshold:  # too little was seen to say
             beside = ""
-        return f"{WORDS[self.kind]} (since step {self.since}: {self.value:.3g}{beside})"
+        return f"{WORDS[self.name]} (since step {self.since}: {self.value:.3g}{beside})"
 
 
 class StepRecord(Record):
@@ -278,7 +278,7 @@ class StepRecord(Record):
     suspicions: list[SuspicionRecord] | None = None
     """What the sentinel suspects; empty of a healthy step."""
     alarms: list[Alarm] | None = None
-    """Those that are on: `kind`, `since` which step, `value`, `threshold`."""
+    """Those that are on: `name`, `since` which step, `value`, `threshold`."""
 
     @model_validator(mode="after")
     def _check_bins(self) -> StepRecord:

@@ -18,7 +18,7 @@ SHOWN_VERSIONS = 8
 WANTED_MASK = "expected [batch, tokens], 1 for tokens and 0 for padding"
 
 
-def not_of_kind(argument: str, value: object, wanted: str) -> TraceError:
+def not_of_class(argument: str, value: object, wanted: str) -> TraceError:
     """Make the error of a value that is of none of the classes that were wanted."""
     what = f"the class {value.__name__}" if isinstance(value, type) else f"a {type(value).__name__}"
     return TraceError(f"{argument} is {what}; expected {wanted}")

@@ -36,9 +36,9 @@ TONES: dict[Severity, Tone] = {
 }
 FINDINGS = (
     Column("", " "),
-    Column("Topic", "topic", kind="words"),
-    Column("Finding", "finding", kind="words"),
-    Column("Advice", "advice", kind="words"),
+    Column("Topic", "topic", content="words"),
+    Column("Finding", "finding", content="words"),
+    Column("Advice", "advice", content="words"),
 )
 ROOTS = (
     Column("Layer", "layer"),

@@ -108,4 +108,4 @@ def modelled(record: SimulationRecord) -> str:
 def settings_table(values: Mapping[str, Any], folded: str) -> Table:
     """Every key and its value, folded under these words."""
     rows = tuple(TableRow(cells=setting) for setting in flattened(values).items())
-    return Table(columns=(Column("Key"), Column("Value", kind="words")), rows=rows, folded=folded)
+    return Table(columns=(Column("Key"), Column("Value", content="words")), rows=rows, folded=folded)

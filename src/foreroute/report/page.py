@@ -41,7 +41,7 @@ class Column:
     heading: str  # of the page
     short: str = ""  # of a terminal, with line breaks; a column without one is on the page alone
     # numbers stand on the right and are not broken, words on the left; code is for a shell
-    kind: Literal["number", "words", "code"] = "number"
+    content: Literal["number", "words", "code"] = "number"
 
 
 @dataclass(frozen=True, kw_only=True)

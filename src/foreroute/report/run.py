@@ -143,7 +143,7 @@ def _reward(runs: Sequence[Run]) -> list[str]:
 def _collapsed(runs: Sequence[Run]) -> list[str]:
     """Which runs had the alarm that no figure above would show."""
     names = [
-        run.label for run in runs if any(alarm.kind == "collapse" for step in run.steps for alarm in step.alarms or ())
+        run.label for run in runs if any(alarm.name == "collapse" for step in run.steps for alarm in step.alarms or ())
     ]
     return [f"the reward or the loss collapsed in {', '.join(names)}"] if names else []
 
@@ -236,7 +236,7 @@ def further(commands: Sequence[tuple[str, str]]) -> list[PageSection]:
 
 def command_table(commands: Sequence[tuple[str, str]]) -> Table:
     """What each command does, and the command."""
-    columns = (Column("What it does"), Column("Command", kind="code"))
+    columns = (Column("What it does"), Column("Command", content="code"))
     return Table(title="Next", columns=columns, rows=tuple(TableRow(cells=command) for command in commands))
 
 

@@ -13,7 +13,7 @@ from foreroute.records import Run, StepRecord
 from foreroute.records.step_record import (
     SIDES,
     WORDS,
-    AlarmKind,
+    AlarmName,
     ExecutionRecord,
     Grouping,
     Load,
@@ -110,7 +110,7 @@ def alarm_table(runs: Sequence[Run], colours: Sequence[str] = ()) -> Table:
 
     A row has the first suspicion of its likeness, or the value of an alarm that is farthest from its limit.
     """
-    rows, kinds = [], get_args(AlarmKind)
+    rows, names = [], get_args(AlarmName)
     for place, run in enumerate(runs):
         colour = colours[place] if colours else ""
         counted: set[int] = set()  # steps whose dropped tokens a row has said
@@ -126,20 +126,20 @@ def alarm_table(runs: Sequence[Run], colours: Sequence[str] = ()) -> Table:
             usual = "" if first.usual is None else f", usual {first.usual:.3g}"
             cells = (run.label, _span(by_step), what, first.advice, f"{first.share:.3g}{usual}")
             rows.append(TableRow(cells=cells, colour=colour, tone="problem"))
-        found = _in_a_row((step.step, {alarm.kind: alarm for alarm in step.alarms or ()}) for step in run.steps)
-        for kind, alarms in sorted(found, key=lambda episode: kinds.index(episode[0])):
+        found = _in_a_row((step.step, {alarm.name: alarm for alarm in step.alarms or ()}) for step in run.steps)
+        for name, alarms in sorted(found, key=lambda episode: names.index(episode[0])):
             # what the sentinel suspected has rows of its own
-            if kind == "sentinel" and suspected:
+            if name == "sentinel" and suspected:
                 continue
             worst = max(alarms.values(), key=lambda alarm: abs(alarm.value - alarm.threshold))
-            what = f"{WORDS[kind][:1].upper()}{WORDS[kind][1:]}."
+            what = f"{WORDS[name][:1].upper()}{WORDS[name][1:]}."
             cells = (run.label, _span(alarms), what, worst.advice, f"{worst.value:.3g}, limit {worst.threshold:.3g}")
             rows.append(TableRow(cells=cells, colour=colour))
     columns = (
         Column("Run"),
         Column("Steps"),
-        Column("What happened", kind="words"),
-        Column("Advice", kind="words"),
+        Column("What happened", content="words"),
+        Column("Advice", content="words"),
         Column("Worst value"),
     )
     return Table(columns=columns, rows=tuple(rows))
@@ -180,12 +180,12 @@ def load_table(runs: Sequence[Run]) -> Table:
 
 def facts_table(runs: Sequence[Run]) -> Table:
     """Facts of each run, by topic: routing, device, length, pace; its settings are in `config_table`."""
-    return _by_run("", [(run.label, _facts(run)) for run in runs], kind="words")
+    return _by_run("", [(run.label, _facts(run)) for run in runs], content="words")
 
 
 def config_table(runs: Sequence[Run]) -> Table:
     """Every key of every configuration with its value in each run; first and strong those that differ between runs."""
-    table = _by_run("Setting", [(run.label, flattened(run.config)) for run in runs], kind="words", absent="not set")
+    table = _by_run("Setting", [(run.label, flattened(run.config)) for run in runs], content="words", absent="not set")
     # what differs between runs is what a reader of a comparison looks for
     marked = [TableRow(cells=row.cells, strong=len(set(row.cells[1:])) > 1) for row in table.rows]
     differ = ", those that differ first and in bold" if len(runs) > 1 else ""
@@ -212,7 +212,7 @@ def _devices(run: Run) -> list[str]:
     for step in run.steps:
         if device := step.device:
             # a processor's name does not say that it is one
-            name = f"CPU, {device.name}" if device.kind == "cpu" else device.name
+            name = f"CPU, {device.name}" if device.type == "cpu" else device.name
             most[name] = max(most.get(name, 0), device.peak_memory_bytes or 0)
     return [f"{name}{f', up to {peak / 1e9:.2f} GB' if peak else ''}" for name, peak in most.items()]
 
@@ -221,13 +221,13 @@ def _by_run(
     heading: str,
     runs: Sequence[tuple[str, Mapping[str, str]]],
     *,
-    kind: Literal["number", "words"] = "number",
+    content: Literal["number", "words"] = "number",
     absent: str = "",
 ) -> Table:
     """A row for each name and a column for each run, given as its label and its values by name."""
     names = dict.fromkeys(name for _, values in runs for name in values)
     rows = tuple(TableRow(cells=(name, *(values.get(name, absent) for _, values in runs))) for name in names)
-    columns = (Column(heading, heading or " "), *(Column(label, label, kind) for label, _ in runs))
+    columns = (Column(heading, heading or " "), *(Column(label, label, content) for label, _ in runs))
     return Table(columns=columns, rows=rows)
 
 
@@ -248,8 +248,8 @@ def _loads(steps: Sequence[ExecutionRecord]) -> dict[str, str]:
     def over_bound(grouping: Grouping) -> str:
         return f"{mean(lambda step: step.packing[grouping] / max(step.packing['bound'], 1)):.3f}"
 
-    def megabytes(*kinds: str) -> str:
-        return f"{mean(lambda step: sum(step.bytes.get(kind, 0) for kind in kinds)) / 1e6:.3g} MB"
+    def megabytes(*names: str) -> str:
+        return f"{mean(lambda step: sum(step.bytes.get(name, 0) for name in names)) / 1e6:.3g} MB"
 
     packed = {}
     if all(step.packing for step in steps):

@@ -179,7 +179,7 @@ def compare_plan(
     mean_ML = counts.sum(axis=(2, 3), dtype=np.int64) / plan.topology.num_ranks
     return PlanComparison(
         plan=plan,
-        methods=(*methods, replace(executed, name="ours")),
+        methods=(*methods, replace(executed, name="foreroute")),
         at_home=all_at_home(problem).loads(problem.topology),
         planned=planned.loads(problem.topology),
         least_over_mean_ML=over(plan.bound_ML, mean_ML),

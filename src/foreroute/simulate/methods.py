@@ -103,12 +103,12 @@ def _preset(label: str, redundant_slots: int | None = None, **options: bool | fl
 
 
 PRESETS = {
-    "ours": _preset("foreroute", tolerance=0.02),
-    "ours_exact": _preset("foreroute, exact", tolerance=0.0),
-    "ours_rehomed": _preset("foreroute, 16 home moves a layer", tolerance=0.02, home_moves=16),
-    "ours_traffic": _preset("foreroute, 8 slots against traffic", 8, tolerance=0.02, traffic=True),
-    "ours_homes": Balancer("foreroute, homes alone", "micro-step", HomesAlone()),
-    "ours_homes_previous": Balancer("foreroute, old homes alone", "previous step", HomesAlone(old=True)),
+    "foreroute": _preset("foreroute", tolerance=0.02),
+    "foreroute_exact": _preset("foreroute, exact", tolerance=0.0),
+    "foreroute_rehomed": _preset("foreroute, 16 home moves a layer", tolerance=0.02, home_moves=16),
+    "foreroute_traffic": _preset("foreroute, 8 slots against traffic", 8, tolerance=0.02, traffic=True),
+    "foreroute_homes": Balancer("foreroute, homes alone", "micro-step", HomesAlone()),
+    "foreroute_homes_previous": Balancer("foreroute, old homes alone", "previous step", HomesAlone(old=True)),
 }
 """By short name."""
 

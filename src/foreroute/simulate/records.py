@@ -12,7 +12,7 @@ from foreroute.simulate.methods import PRESETS, Loads
 
 PLAN = "waiting for the plan"
 """The part of a pass that planning delays it by: counted as planning, and not as time of the pass."""
-AS_PLANNED = "ours_as_planned"
+AS_PLANNED = "foreroute_as_planned"
 """The short name of a plan as if both passes ran by it, where one runs at homes."""
 
 

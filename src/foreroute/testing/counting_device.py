@@ -171,10 +171,10 @@ def _run(func: Any, args: Any, kwargs: Any, reads: Counter[str] | None = None) -
 # torch's own trees know other containers, which no operator takes, and cost more than most operators
 def _mapped(change: Callable[[Any], Any], value: Any) -> Any:
     """Change every leaf of what an operator is given or gives."""
-    kind = type(value)
-    if kind is tuple or kind is list:
-        return kind([_mapped(change, each) for each in value])
-    if kind is dict:
+    container = type(value)
+    if container is tuple or container is list:
+        return container([_mapped(change, each) for each in value])
+    if container is dict:
         return {name: _mapped(change, each) for name, each in value.items()}
     return change(value)
 

@@ -56,7 +56,7 @@ kept: dict[Any, Any] = {}
 class Raised:
     """An error of a worker, in the caller's process."""
 
-    kind: str
+    error: str
     message: str
     trace: str
 

@@ -44,7 +44,7 @@ ENCODINGS: tuple[Encoding, ...] = ("sets", "ordered")
 """All of them, the default first."""
 FRAMES = "frames"
 SETS = "sets"
-"""The kind of every stream: a set of ids for each row and layer."""
+"""What every stream holds: a set of ids for each row and layer."""
 FORMAT = FileFormat(
     name="trace",
     version=3,
@@ -426,8 +426,8 @@ def _streams_from(entries: Any) -> dict[str, DecisionStream]:
     streams: dict[str, DecisionStream] = {}
     for entry in entries:
         facts = dict(entry) if isinstance(entry, dict) else {}
-        name, kind = facts.pop("name", None), facts.pop("kind", None)
-        if kind != SETS or not isinstance(name, str) or name in streams:
+        name, content = facts.pop("name", None), facts.pop("kind", None)
+        if content != SETS or not isinstance(name, str) or name in streams:
             raise TraceContentError(f"a stream is {shown(entry)}; expected a name of its own and the kind {SETS!r}")
         check_name(name)
         streams[name] = DecisionStream.from_facts(facts)

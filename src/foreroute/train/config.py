@@ -129,7 +129,7 @@ class TaskConfig(Section):
         return 3 * self.max_operands  # operands, operators and "=", then one result each
 
     @model_validator(mode="after")
-    def _one_kind(self) -> TaskConfig:
+    def _check_source(self) -> TaskConfig:
         if self.min_operands > self.max_operands:
             raise ValueError(f"min_operands = {self.min_operands} exceeds max_operands = {self.max_operands}")
         if (self.data is None) != (self.reward is None):
@@ -218,15 +218,15 @@ class RolloutConfig(Section):
 class CorrectionConfig(Section):
     """Weights for tokens by the ratio of trainer to engine."""
 
-    kind: Literal["none", "tis"] = "none"
+    method: Literal["none", "tis"] = "none"
     """Truncated importance sampling, per token."""
     high: Positive = 2.0
     """With tis: highest weight."""
 
     @model_validator(mode="after")
     def _bounds_something(self) -> CorrectionConfig:
-        if self.kind == "none":
-            self.refuse_unused(["high"], 'without a kind; set kind = "tis"')
+        if self.method == "none":
+            self.refuse_unused(["high"], 'without a method; set method = "tis"')
         return self
 
 

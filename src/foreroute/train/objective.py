@@ -127,7 +127,7 @@ def token_losses(tokens: Tokens, config: RLConfig) -> TokenLosses:
     rho compares the policy before the update with the engine, since r takes over from there. Source of w: truncated
     importance sampling, Yao et al. 2025, fengyao.notion.site/off-policy-rl.
     """
-    now, old, engine, corrects = *tokens[:3], config.correction.kind == "tis"
+    now, old, engine, corrects = *tokens[:3], config.correction.method == "tis"
     log_ratio_R = policy_log_ratio(now, old, tokens.lengths_S, config.method)
     losses_R, clipped_R = clipped_ratio(log_ratio_R, tokens.advantages_R, config.clip_low, config.clip_high)
     # detached: the weight says how much a token counts, and is not trained

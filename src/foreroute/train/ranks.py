@@ -53,8 +53,8 @@ class Ranks(Alone):
         otherwise = self.max([int(error is not None and not isinstance(error, DivergedError))])[0]
         if error is not None and (otherwise == 0 or not isinstance(error, DivergedError)):
             raise error
-        kind = RankError if otherwise else DivergedError
-        raise kind(f"{what} failed on another rank: " + "; ".join(objections)) from error
+        error_class = RankError if otherwise else DivergedError
+        raise error_class(f"{what} failed on another rank: " + "; ".join(objections)) from error
 
     def require_same(self, facts: Mapping[str, Any], advice: str) -> None:
         """Raise `ConfigError` with this advice, on every rank alike, unless all know the same facts as rank 0."""

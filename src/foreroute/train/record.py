@@ -169,7 +169,7 @@ def step_record(
         informative_share=float(experience.informative_S.mean()),
         dropped_tokens=int((generation.response_lengths - experience.kept_S)[experience.informative_S].sum()),
         execution=execution,
-        device=DeviceRecord(kind=device.type, name=name, **peak),
+        device=DeviceRecord(type=device.type, name=name, **peak),
         suspicions=whole.suspicions,
     )
 
@@ -233,11 +233,11 @@ def execution_record(executed: list[ExecutedPass], moved: MovedHomes, ranks: Alo
         return None if ranks.rank else ExecutionRecord(ranks=ranks.size)
     executed_PMLG = [ranks.all_gather(each.executed_ML).transpose(1, 2, 0) for each in executed]
     transfers = [transfer for each in executed for transfer in each.transfers]
-    fetched = [transfer for transfer in transfers if transfer.kind == "fetch"]
+    fetched = [transfer for transfer in transfers if transfer.operation == "fetch"]
     arrived = {
         "host": sum(transfer.host_bytes for transfer in fetched),
         "direct": sum(transfer.direct_bytes for transfer in fetched),
-        "gradients": sum(transfer.direct_bytes for transfer in transfers if transfer.kind == "return"),
+        "gradients": sum(transfer.direct_bytes for transfer in transfers if transfer.operation == "return"),
         "homes": moved.received_bytes,
     }
     bytes_P = ranks.sum(list(arrived.values())).astype(np.int64).tolist()
@@ -250,7 +250,7 @@ def execution_record(executed: list[ExecutedPass], moved: MovedHomes, ranks: Alo
     loads = [_loads(each, executed_MLG) for each, executed_MLG in zip(executed, executed_PMLG, strict=True)]
     return ExecutionRecord(
         ranks=ranks.size,
-        max_over_mean={kind: _max_over_mean([each[kind] for each in loads]) for kind in get_args(Load)},
+        max_over_mean={load: _max_over_mean([each[load] for each in loads]) for load in get_args(Load)},
         replicas=sum(int(each.plan.num_replicas_ML.sum()) for each in executed),
         bytes=dict(zip(arrived, bytes_P, strict=True)),
         home_moves=moved.number,
@@ -262,11 +262,11 @@ def execution_record(executed: list[ExecutedPass], moved: MovedHomes, ranks: Alo
         packing=_packing([each.packing for each in executed if each.packing is not None]),
         passes={
             each.name: PassRecord(
-                executed_MLG=of_kind["executed"].tolist(),
-                at_home_MLG=of_kind["at_home"].tolist(),
+                executed_MLG=of_pass["executed"].tolist(),
+                at_home_MLG=of_pass["at_home"].tolist(),
                 priced_options=each.priced_options,
             )
-            for each, of_kind in zip(executed, loads, strict=True)
+            for each, of_pass in zip(executed, loads, strict=True)
         },
     )
 

@@ -24,14 +24,14 @@ DRIFT = (Defect.WEIGHT_VERSION, Defect.UNEXPLAINED)
 """What rounding and other weights may look like; anything else is a mix-up on the way."""
 
 
-def require_overridden(peer: str, version: str, ours: type, theirs: type) -> None:
-    """Raise `AttachError` unless a peer's class has the methods that ours overrides, naming the first it lacks."""
+def require_overridden(peer: str, version: str, derived: type, base: type) -> None:
+    """Raise `AttachError` unless a peer's class has all methods that a derived one overrides, naming one it lacks."""
     # an override of a method that is gone would be called by nobody, and replay would not happen
-    classes = [each for each in ours.__mro__ if each not in theirs.__mro__]
+    classes = [each for each in derived.__mro__ if each not in base.__mro__]
     overrides = [name for each in classes for name, value in vars(each).items() if isfunction(value)]
-    if lacks := [name for name in overrides if not hasattr(theirs, name)]:
+    if lacks := [name for name in overrides if not hasattr(base, name)]:
         raise AttachError(
-            f"{peer} {version} has no {theirs.__name__}.{lacks[0]}, which routing replay stands on; this foreroute was "
+            f"{peer} {version} has no {base.__name__}.{lacks[0]}, which routing replay stands on; this foreroute was "
             f"tested with {peer} {PEERS[peer].newest}. Install that, or a newer foreroute"
         )
 
@@ -70,10 +70,10 @@ def check_first_rollout(
     recorded = recording.trace()
     native = recorded.select(np.arange(len(rollout))) if sequences_of is None else sequences_of(recorded)
     found = explain(native, rollout, names=("the trainer's own trace", "the rollout's trace"))
-    if found.kind in DRIFT:
+    if found.defect in DRIFT:
         warnings.warn(f"the first rollout's routes are far from the trainer's own: {found.sentence}", stacklevel=2)
-    elif found.kind is not Defect.NONE:
-        raise ReplayError(f"the first rollout's routes are not those of its tokens ({found.kind}). {found.sentence}")
+    elif found.defect is not Defect.NONE:
+        raise ReplayError(f"the first rollout's routes are not those of its tokens ({found.defect}). {found.sentence}")
 
 
 def judge_together(judge: Callable[[], Value], add_up: Callable[[Tensor], Tensor]) -> Value:

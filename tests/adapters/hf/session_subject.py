@@ -35,9 +35,9 @@ def selective(on):
 FORMS = {"reentrant": True, "non-reentrant": False}
 RECOMPUTATIONS = {
     "none": lambda on: None,
-    **{name: by(enable_checkpointing, kind) for name, kind in FORMS.items()},
-    **{f"layers by hand, {name}": by(checkpoint_by_hand, kind) for name, kind in FORMS.items()},
-    **{f"pairs by hand, {name}": partial(pairs_by_hand, use_reentrant=kind) for name, kind in FORMS.items()},
+    **{name: by(enable_checkpointing, form) for name, form in FORMS.items()},
+    **{f"layers by hand, {name}": by(checkpoint_by_hand, form) for name, form in FORMS.items()},
+    **{f"pairs by hand, {name}": partial(pairs_by_hand, use_reentrant=form) for name, form in FORMS.items()},
     "selective": selective,
 }
 

@@ -41,9 +41,9 @@ def test_every_family_of_transformers_is_here():
     classes = "".join(routing.values())
     has_code = {path.parent.name for path in MODELLING.glob("*/modeling_*.py")}
     configured = {
-        kind
-        for kind, model in MODEL_MAPPING_NAMES.items()
-        if model_type_to_module_name(kind) not in has_code and f"class {model}(" in classes
+        model_type
+        for model_type, model in MODEL_MAPPING_NAMES.items()
+        if model_type_to_module_name(model_type) not in has_code and f"class {model}(" in classes
     }
     upstream = {path.parent.name for path in routing} | configured
     here = {name for name in FAMILIES.keys() | REFUSED.keys() if (MODELLING / name).exists()}

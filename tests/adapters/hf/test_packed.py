@@ -100,7 +100,7 @@ def test_packed_sequences_cannot_go_on_over_a_cache(monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("layout", "kind", "message"),
+    ("layout", "error", "message"),
     [
         (lambda lengths: pad(lengths, side="right", order="sbhd"), LayoutError, "sequence first"),
         (lambda lengths: pack(lengths, align=2).split_context(1, 0).split_sequence(2, 0), LayoutError, "split"),
@@ -108,7 +108,7 @@ def test_packed_sequences_cannot_go_on_over_a_cache(monkeypatch):
         (lambda lengths: pad(lengths[:2], side="right", order="bshd"), BatchMismatchError, "15 packed rows"),
     ],
 )
-def test_a_layout_that_is_none_of_a_batch_is_refused_at_once(layout, kind, message):
+def test_a_layout_that_is_none_of_a_batch_is_refused_at_once(layout, error, message):
     _, routed, trace = with_routes(batch_of(9, 6, 4))
-    with pytest.raises(kind, match=message):
+    with pytest.raises(error, match=message):
         routed.replay(trace, layout(trace.lengths)).__enter__()

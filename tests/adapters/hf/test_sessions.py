@@ -134,8 +134,8 @@ def test_phimoe_in_training_picks_at_random_and_its_own_picks_replay_bit_for_bit
 def test_vision_tokens_of_ernie_are_refused():
     """Their experts are left out of the routes."""
     model, routed = attached("ernie4_5_vl_moe")
-    kinds = torch.tensor([[0] * 3 + [1] * 3 + [0] * 3])
-    mixed = {"input_ids": torch.arange(1, 10)[None], "moe_mm_token_type_ids": kinds}
+    token_types = torch.tensor([[0] * 3 + [1] * 3 + [0] * 3])
+    mixed = {"input_ids": torch.arange(1, 10)[None], "moe_mm_token_type_ids": token_types}
     model(**mixed, use_cache=False)
     with pytest.raises(ReplayError, match="in 6 of the 9 rows"), routed.record(), torch.no_grad():
         model(**mixed, use_cache=False)

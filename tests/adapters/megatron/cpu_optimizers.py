@@ -33,10 +33,10 @@ TORCH = {
 class Trained:
     """A model in DDP, `chunks`, with its `optimizer` of torch or of Megatron."""
 
-    def __init__(self, chunks, kind, **told):
+    def __init__(self, chunks, name, **told):
         install()
-        self._is_megatron = kind in MEGATRON
-        settings = MEGATRON.get(kind, {})
+        self._is_megatron = name in MEGATRON
+        settings = MEGATRON.get(name, {})
         if "bf16" in settings:
             chunks = [chunk.bfloat16() for chunk in chunks]
         is_distributed = "use_distributed_optimizer" in settings
@@ -50,7 +50,7 @@ class Trained:
                 OptimizerConfig(**wanted), self.chunks, use_gloo_process_groups=False
             )
         else:
-            self.optimizer = TORCH[kind]([p for chunk in self.chunks for p in chunk.parameters()])
+            self.optimizer = TORCH[name]([p for chunk in self.chunks for p in chunk.parameters()])
 
     def zero_grad(self):
         for chunk in self.chunks:

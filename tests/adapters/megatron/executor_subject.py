@@ -17,7 +17,7 @@ from tests.ep.transfer.plans import split_plan
 
 
 class MegatronStep(PlannedStep):
-    kinds = ({}, {"experts": "grouped"})
+    variants = ({}, {"experts": "grouped"})
     not_cut = "micro-batch 1 is a int"
 
     def __init__(self, *, checkpointed=False, dtype=torch.float32, experts="sequential"):

@@ -40,13 +40,13 @@ def test_so_are_those_of_a_distributed_optimizer():
     check_round_trips(dense_first, "distributed master weights")
 
 
-def check_round_trips(cell, kind):
+def check_round_trips(cell, optimizer):
     """Megatron alone reads what was written while experts were away, and the other way round; both train on alike."""
-    away = Run(cell, kind, seed=0, attached=True)
+    away = Run(cell, optimizer, seed=0, attached=True)
     away.move(1)
     away.train(1)
     away.move(2)
-    plain = Run(cell, kind, seed=1)
+    plain = Run(cell, optimizer, seed=1)
     plain.train(5)
     with folder() as path:
         away.save(path)
@@ -80,9 +80,9 @@ def test_other_formats_are_refused_while_experts_are_away():
     before = run.model.state_dict()
     run.train(1)
     run.move(1)
-    for kind in ("dp_reshardable", "dp_zero_gather_scatter"):
-        with pytest.raises(PlacementError, match=f"keeps its state as {kind}.*fully_reshardable"):
-            run.shards(False, {"distrib_optim_sharding_type": kind})
+    for sharding in ("dp_reshardable", "dp_zero_gather_scatter"):
+        with pytest.raises(PlacementError, match=f"keeps its state as {sharding}.*fully_reshardable"):
+            run.shards(False, {"distrib_optim_sharding_type": sharding})
     with pytest.raises(PlacementError, match="singleton_local_shards"):
         run.shards(False, FORMAT | {"singleton_local_shards": True})
     with folder() as path:
@@ -125,14 +125,14 @@ def test_all_stages_refuse_what_one_cannot_save():
 
 
 class Run:
-    def __init__(self, cell, kind, seed, attached=False):
+    def __init__(self, cell, optimizer, seed, attached=False):
         self.cell = cell
         if attached:  # the first of them
             initialize(cell)
         chunks = build(cell, seed)
         self.model = chunks[0]
         self.routed = megatron.attach(chunks) if attached else None
-        self.trained = Trained(chunks, kind)
+        self.trained = Trained(chunks, optimizer)
 
     def train(self, seed):
         self.trained.zero_grad()

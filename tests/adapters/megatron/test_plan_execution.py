@@ -10,9 +10,9 @@ PLANS = ("static", "planned", "random")
 """Every expert at its home; the planner's; valid ones of no merit, which also move homes."""
 
 
-def under(*kinds, ranks=2, more=(), **cell):
-    """(case, kinds of plans) of ranks that share experts in two."""
-    return ExecutionCase(Cell(**{"ep": 2, "layers": 2, **cell}), ranks, **dict(more)), kinds
+def under(*plans, ranks=2, more=(), **cell):
+    """(case, plans) of ranks that share experts in two."""
+    return ExecutionCase(Cell(**{"ep": 2, "layers": 2, **cell}), ranks, **dict(more)), plans
 
 
 GATHERED, PARTLY, OVERLAPPING = {"dispatcher": "allgather"}, {"complete": False}, {"told": OVERLAP}
@@ -77,6 +77,6 @@ def test_losses_gradients_weights_and_state_equal_those_of_the_static_run(name):
 
 @grid("name", FLEX, quick=1)
 def test_plans_are_executed_by_kernels_that_are_told_places(name):
-    case, kinds = FLEX[name]
-    cases = [(case.on_flex(backend), kinds) for backend in FLEX_BACKENDS]
+    case, plans = FLEX[name]
+    cases = [(case.on_flex(backend), plans) for backend in FLEX_BACKENDS]
     run("test_flex_plans.check_cases", cases, ranks=case.ranks, timeout=900)

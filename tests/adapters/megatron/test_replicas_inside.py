@@ -25,10 +25,10 @@ EXACT, SEEN = 1e-12, 1e-6
 
 
 def check_cases(cases):
-    for case, kinds in cases:
+    for case, plans in cases:
         case = case.in_float64()
         plain = trained(case, None)
-        for planned in kinds:
+        for planned in plans:
             try:
                 check_equal(plain, trained(case, planned), planned)
             except Exception as error:
@@ -53,20 +53,20 @@ def test_gradients_lose_nothing_on_their_way_home():
     are right is shown in float64 by `check_cases`: here the same kernels compute the same groups of rows.
     """
     float32 = {"grad_reduce_in_fp32": True}
-    for experts, kind, told, made_in in (
+    for experts, optimizer, told, made_in in (
         ("sequential", "momentum", {}, torch.float32),
         ("sequential", "master weights", float32, torch.bfloat16),
         ("grouped, fused", "master weights", float32, torch.float32),  # these kernels add to main_grad
     ):
         cell = Cell(ep=2, layers=2, experts=experts)
-        case = ExecutionCase(cell, optimizer=kind, told=told, rounded=kind == "master weights")
+        case = ExecutionCase(cell, optimizer=optimizer, told=told, rounded=optimizer == "master weights")
         executed = trained(case, "planned", steps=1)
         assert executed["replicas"] > 0
         for sent_as in (torch.float64, torch.bfloat16):
             with mock.patch.object(engine, "GradientReturn", sending_as(sent_as)):
                 apart = furthest(trained(case, "planned", steps=1), executed)
             loses = torch.finfo(sent_as).bits < torch.finfo(made_in).bits
-            assert (apart["weights"] > 0) == loses, (experts, kind, sent_as, apart)
+            assert (apart["weights"] > 0) == loses, (experts, optimizer, sent_as, apart)
 
 
 def sending_as(dtype):
@@ -111,7 +111,7 @@ def test_checkpoints_do_not_see_replicas():
         with at.execute() as execution:
             at.step()
             assert kept(at.chunks[0]) == before
-        assert any(transfer.kind == "return" for transfer in execution.transfers)
+        assert any(transfer.operation == "return" for transfer in execution.transfers)
 
 
 def kept(chunk):

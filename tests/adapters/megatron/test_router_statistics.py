@@ -27,7 +27,7 @@ class Unmasked(MegatronSubject):
 @on_ranks(1)
 def test_losses_without_padding_are_megatrons_own_given_a_padding_mask():
     """Native routes, and padding left to the model: to the last bit what Megatron does with its mask."""
-    masked, *unmasked = (kind(model("uniform", **LOSSES)) for kind in (MegatronSubject, Unmasked, Unmasked))
+    masked, *unmasked = (subject(model("uniform", **LOSSES)) for subject in (MegatronSubject, Unmasked, Unmasked))
     native, trace = step(masked, None, BATCH), recorded(masked, BATCH)
     found, counted = step(unmasked[0], trace, BATCH, padding="native"), step(unmasked[1], None, BATCH)
     assert torch.equal(native[0], found[0])

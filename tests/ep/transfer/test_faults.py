@@ -73,27 +73,27 @@ def test_nothing_is_written_while_another_rank_still_reads(workers):
     assert not leaked()
 
 
-@grid(("kind", "paths"), itertools.product(("killed", "raises"), ("direct", "host")), quick=0, day=1)
-def test_a_rank_that_ends_ends_every_other_with_one_message(doomed, kind, paths):
+@grid(("end", "paths"), itertools.product(("killed", "raises"), ("direct", "host")), quick=0, day=1)
+def test_a_rank_that_ends_ends_every_other_with_one_message(doomed, end, paths):
     """Killed, or with an error of its own while its process lives on: the others do not wait for ever."""
     group = doomed(4)
-    outcomes = group.outcomes(end_in_a_step, random_plan(0, ranks=4, slots=3), TransferOptions(paths=paths), kind)
+    outcomes = group.outcomes(end_in_a_step, random_plan(0, ranks=4, slots=3), TransferOptions(paths=paths), end)
     mapped = group.outcomes(count_mapped)
-    assert outcomes[2] is None if kind == "killed" else outcomes[2].kind == "ValueError"
+    assert outcomes[2] is None if end == "killed" else outcomes[2].error == "ValueError"
     others = [outcome for rank, outcome in enumerate(outcomes) if rank != 2]
-    assert [outcome.kind for outcome in others] == ["TransferError"] * 3
+    assert [outcome.error for outcome in others] == ["TransferError"] * 3
     assert all("A process died, or took no part" in outcome.message for outcome in others)
-    assert mapped == [0, 0, None if kind == "killed" else 0, 0]
+    assert mapped == [0, 0, None if end == "killed" else 0, 0]
     assert not leaked()
 
 
-def end_in_a_step(rank, plan, options, kind):
+def end_in_a_step(rank, plan, options, end):
     group = peers(timeout_s=GONE_S)
     homes, post = shards(plan, rank), group.post
 
     def failing(sends, receives, what):
         if rank == 2 and "gradients of step 0, micro-step 0, routed layer 1" in what:
-            if kind == "killed":
+            if end == "killed":
                 os.kill(os.getpid(), signal.SIGKILL)
             raise ValueError("out of memory, say")
         return post(sends, receives, what)
@@ -142,8 +142,8 @@ def begun(rank, plan, words):
 @pytest.mark.parametrize("words", CANNOT_BEGIN)
 def test_what_cannot_begin_on_any_rank_is_refused_on_all_with_one_message(workers, words):
     outcomes = workers(2).outcomes(begun, random_plan(0, ranks=2), words)
-    [(kind, message)] = {(each.kind, each.message) for each in outcomes}
-    assert kind == "TransferError"
+    [(error, message)] = {(each.error, each.message) for each in outcomes}
+    assert error == "TransferError"
     assert re.search(words, message)
     assert not leaked()
 

@@ -44,7 +44,7 @@ def test_replicas_are_what_is_at_home_and_gradients_return(workers, ranks, optio
 @pytest.mark.parametrize("factor", [0, pytest.param(2, marks=pytest.mark.slow)])
 def test_the_comparison_sees_gradients_lost_or_doubled_on_their_way_home(workers, factor):
     outcomes = workers(2).outcomes(passes, random_plan(0, ranks=2), DIRECT, torch.float64, factor)
-    assert {outcome.kind for outcome in outcomes} == {"AssertionError"}
+    assert {outcome.error for outcome in outcomes} == {"AssertionError"}
 
 
 def test_all_but_the_first_fetch_had_begun_before_it_was_asked_for(workers):
@@ -53,7 +53,7 @@ def test_all_but_the_first_fetch_had_begun_before_it_was_asked_for(workers):
     assert options.prefetch == 1, "docs/train.md says so"
     for outcome in workers(4).run(passes, plan, options):
         for stage in ("recompute", "update", "checkpointed"):
-            moved = [r for r in outcome[stage] if r.kind == "fetch" and r.direct_bytes]
+            moved = [r for r in outcome[stage] if r.operation == "fetch" and r.direct_bytes]
             assert [r for r in moved if not r.prefetched] == [r for r in moved[:1] if r.cell[1:] == (0, 0)], stage
 
 
@@ -74,5 +74,5 @@ def test_a_slot_refilled_before_its_backward_is_refused(workers, paths):
     plans = (random_plan(seed, ranks=2, micro_steps=1, sharing="shared") for seed in range(1000))
     plan = next(plan for plan in plans if all(len(set(plan.cell(0, layer).rank_R)) == 2 for layer in range(3)))
     outcomes = workers(2).outcomes(kept_for_backward, plan, TransferOptions(prefetch=0, paths=paths))
-    assert {outcome.kind for outcome in outcomes} == {"RuntimeError"}
+    assert {outcome.error for outcome in outcomes} == {"RuntimeError"}
     assert all("modified by an inplace operation" in outcome.message for outcome in outcomes)

@@ -53,11 +53,11 @@ def _require_sums(returned, plan_cell, layer, rank, dtype):
             assert torch.equal(found, total), f"{name} of row {row}"
 
 
-def peers(timeout_s=20.0, kind=PeerGroup):
-    """One group per call, kind and timeout: making one is a collective call."""
-    key = timeout_s, kind
+def peers(timeout_s=20.0, group_class=PeerGroup):
+    """One group per call, class and timeout: making one is a collective call."""
+    key = timeout_s, group_class
     if key not in kept:
-        kept[key] = kind(timeout_s=timeout_s)
+        kept[key] = group_class(timeout_s=timeout_s)
     return kept[key]
 
 

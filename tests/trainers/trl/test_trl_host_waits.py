@@ -30,12 +30,12 @@ def tensor(data, *, device=None, **options):
     return made if device is None else made.to(device, non_blocking=True)
 
 
-def run(folder, kind=GRPOTrainer, **settings):
+def run(folder, cls=GRPOTrainer, **settings):
     """Waits from the first forward of each optimizer step to it, and those of each pass without gradients."""
     waits = {"step": [], "pass": []}
     with other_device(generators=DEVICE) as device:
 
-        class Watched(kind):
+        class Watched(cls):
             is_in_step = False
 
             def _get_per_token_logps_and_entropies(self, *args, **options):
@@ -57,7 +57,7 @@ def run(folder, kind=GRPOTrainer, **settings):
         with on_device, patch.object(torch, "tensor", tensor):
             two = {"max_steps": 2, "steps_per_generation": 2, "gradient_accumulation_steps": 2}
             settings = {"rollout_func": Drawn(0), "optim": "sgd", **two, **settings}
-            trainer = make(folder, kind=Watched, **settings)
+            trainer = make(folder, cls=Watched, **settings)
             trainer.model.to(DEVICE)
             trainer.add_callback(Watch())
             with patch.object(trl.GRPOConfig, "device", DEVICE):
@@ -70,8 +70,8 @@ def test_no_update_waits_and_an_old_pass_reads_its_mask_alone(tmp_path):
     """Rollouts are of an engine that leaves tokens out, so that passes are scored on sampling masks."""
     settings = {"num_iterations": 2, "top_p": 0.8}
     (theirs, _), (ours, trainer) = (
-        run(str(tmp_path), kind, rollout_func=rollout_with(EmbeddedEngine(policy(), "float32")).__call__, **settings)
-        for kind in (trl.GRPOTrainer, GRPOTrainer)
+        run(str(tmp_path), cls, rollout_func=rollout_with(EmbeddedEngine(policy(), "float32")).__call__, **settings)
+        for cls in (trl.GRPOTrainer, GRPOTrainer)
     )
     assert ours["step"] == theirs["step"]
     assert min(sum(each.values()) for each in theirs["step"]) > 25, "TRL's own, of two micro-batches"

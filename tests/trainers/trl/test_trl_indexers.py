@@ -34,7 +34,7 @@ def test_every_pass_attends_to_what_the_rollout_did(source, replay, folder):
     model = sparse_policy()
     rollout = None if source == "generate" else rollout_with(EmbeddedEngine(model, "bfloat16", indexers=True))
     settings = {"rollout_func": rollout, "replay": replay, "max_steps": 2, **NO_AUXILIARY}
-    trainer = trained(folder, kind=Watched, model=model, **settings)
+    trainer = trained(folder, cls=Watched, model=model, **settings)
     # old log-probs of 8 sequences, of which R2 makes the rollout, then an update for each micro-batch
     assert len(trainer.passes) == (4 if replay == "R2" else 5)
     for trace, seen in trainer.passes:

@@ -112,9 +112,9 @@ def test_r2_replays_what_the_old_pass_routed(folder):
 @pytest.mark.slow
 def test_a_resumed_run_has_the_experts_of_its_checkpoint_and_follows_the_routes_of_its_rollouts(folder):
     """TRL samples anew where it was cut in the middle of a rollout. Its own run gets the experts that it loses."""
-    make(folder, kind=trl.GRPOTrainer, save_strategy="steps", save_steps=2, max_steps=2).train()
+    make(folder, cls=trl.GRPOTrainer, save_strategy="steps", save_steps=2, max_steps=2).train()
     middle = f"{folder}/checkpoint-2"
-    runs, starts = {}, {"plain": {"kind": trl.GRPOTrainer}, "none": {"replay": "none"}, "R3": {}}
+    runs, starts = {}, {"plain": {"cls": trl.GRPOTrainer}, "none": {"replay": "none"}, "R3": {}}
     for name, own in starts.items():
         model = Qwen3MoeForCausalLM.from_pretrained(middle) if name == "plain" else policy()
         book = Book(model)

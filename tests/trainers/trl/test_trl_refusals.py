@@ -104,12 +104,12 @@ REFUSED = {
     "not spread": ({"topology": TOPOLOGY}, AttachError, 'ep_implementation="foreroute'),
     "no old pass to stop in": ({"sentinel": "stop", **NO_OLD_PASS}, ReplayError, r"sentinel='stop'.*log-probs"),
     "no old pass": ({"replay": "R2", **NO_OLD_PASS}, ReplayError, r"nothing.*replay"),
-    "own step": ({"kind": OwnStep}, ReplayError, "a training step without"),
-    "no numbers": ({"kind": bringing(lambda rows: None)}, ReplayError, "foreroute_rows"),
-    "other sequence": ({"kind": bringing(lambda rows: rows.flip(0))}, BatchMismatchError, r"the sequences \[1, 0\] of"),
-    "rollout before": ({"kind": bringing(lambda rows: rows - torch.tensor([1, 0]))}, ReplayError, r"rollouts \[0\]"),
-    "forwards left out": ({"kind": running(slice(2))}, ReplayError, "1 forwards of a batch of 4 slices"),
-    "forwards twice": ({"kind": running(slice(None), slice(None))}, ReplayError, "more forwards .* its 4 slices"),
+    "own step": ({"cls": OwnStep}, ReplayError, "a training step without"),
+    "no numbers": ({"cls": bringing(lambda rows: None)}, ReplayError, "foreroute_rows"),
+    "other sequence": ({"cls": bringing(lambda rows: rows.flip(0))}, BatchMismatchError, r"the sequences \[1, 0\] of"),
+    "rollout before": ({"cls": bringing(lambda rows: rows - torch.tensor([1, 0]))}, ReplayError, r"rollouts \[0\]"),
+    "forwards left out": ({"cls": running(slice(2))}, ReplayError, "1 forwards of a batch of 4 slices"),
+    "forwards twice": ({"cls": running(slice(None), slice(None))}, ReplayError, "more forwards .* its 4 slices"),
     "late": ({"source": returned(lambda routes: [np.roll(each, 1, 0) for each in routes])}, ReplayError, "shift"),
     "zeros": ({"source": returned(lambda routes: list(map(np.zeros_like, routes)))}, CaptureError, "sequence 0"),
     "garbled": ({"source": garbled, "sentinel": "stop", "num_iterations": 2}, EngineError, r"Weights.*arrive"),
@@ -162,7 +162,7 @@ def test_what_was_never_tested_is_refused(number, fsdp_version, own, message, fo
 
 
 def test_routes_of_other_tokens_are_not_compared_either_and_end_no_run(folder, caplog):
-    trainer = make(folder, kind=bringing(lambda rows: rows.flip(0)), replay="none", max_steps=1, **NO_OLD_PASS)
+    trainer = make(folder, cls=bringing(lambda rows: rows.flip(0)), replay="none", max_steps=1, **NO_OLD_PASS)
     trainer.train()
     (said,) = [record.getMessage() for record in caplog.records if record.name.startswith("foreroute")]
     assert "2 forwards ran on other tokens than the routes of the rollout" in said

@@ -45,16 +45,16 @@ BY_NIGHT = {
 }
 
 
-def run_of(folder, *, run=trained, kind=trl.GRPOTrainer, model=None, rollout_func=None, **settings):
+def run_of(folder, *, run=trained, cls=trl.GRPOTrainer, model=None, rollout_func=None, **settings):
     """A run of these settings, in which what a run changes is made anew."""
     if "replay" in settings:
-        kind = type("Replaying", (RoutingReplay, kind), {})
+        cls = type("Replaying", (RoutingReplay, cls), {})
     model = model() if model else saved_policy(f"{folder}/policy") if "beta" in settings else policy()
     if rollout_func:
         settings["rollout_func"] = rollout_func(model)
     if run is trained:
         settings.setdefault("reward_funcs", tools_runs.told_apart)
-    return run(folder, kind=kind, model=model, **settings)
+    return run(folder, cls=cls, model=model, **settings)
 
 
 def require_same(folder, **settings):
@@ -103,7 +103,7 @@ def engaged(model):
 UNMEASURED = {
     "no-routes": ({"rollout_func": partial(Book, change=lambda routes: None)}, "no 'routed_experts' for 8 sequences"),
     "beams": ({"generation_kwargs": {"num_beams": 2}}, "num_beams is 2"),
-    "own-loss": ({"kind": OwnLoss, "num_iterations": 1, "steps_per_generation": 2}, "computed a loss without"),
+    "own-loss": ({"cls": OwnLoss, "num_iterations": 1, "steps_per_generation": 2}, "computed a loss without"),
     "continuous-batching": (
         {
             "use_transformers_continuous_batching": True,
@@ -134,7 +134,7 @@ def test_where_nothing_can_be_recorded_training_is_trls_own_and_the_log_says_why
     assert re.search(f"replay='none' measures no mismatch from here on, and trains as TRL does.*{message}", said)
     assert not any(name.startswith("mismatch/") for entry in watched.state.log_history for name in entry)
     with pytest.raises(ForerouteError, match=message):  # the control
-        run_of(folder, **{"kind": trl.GRPOTrainer, **settings}, replay="R3")
+        run_of(folder, **{"cls": trl.GRPOTrainer, **settings}, replay="R3")
 
 
 @pytest.mark.shows("TRL", "LoRA, on experts too; `bf16`")
@@ -152,8 +152,8 @@ def test_trls_own_sampling_is_captured(settings, most_k3, folder):
 @pytest.mark.slow
 def test_evaluation_is_untouched(folder):
     results = []
-    for kind in ({"kind": trl.GRPOTrainer}, {"replay": "R3"}):
-        trainer = make(folder, eval_strategy="no", per_device_eval_batch_size=2, **kind)
+    for way in ({"cls": trl.GRPOTrainer}, {"replay": "R3"}):
+        trainer = make(folder, eval_strategy="no", per_device_eval_batch_size=2, **way)
         torch.manual_seed(3)
         metrics = trainer.evaluate()
         results.append({name: value for name, value in metrics.items() if not name.endswith(TIMES)})

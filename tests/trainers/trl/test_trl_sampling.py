@@ -62,7 +62,7 @@ def dense(model, tokens, own, temperature):
 @pytest.mark.shows("TRL", "`top_p`, `top_k`, `min_p`: scored on the sets that tokens were drawn from")
 def test_old_update_and_reference_passes_are_scored_on_the_sets_of_the_rollout(folder):
     steady = {"beta": 0.1, "max_steps": 2, "learning_rate": 1e-6}
-    trainer = trained(folder, kind=Watched, model=saved_policy(folder), **steady, **CUTS)
+    trainer = trained(folder, cls=Watched, model=saved_policy(folder), **steady, **CUTS)
     assert max(logged(trainer, "mismatch/k3")) < 1e-9
     model, seen = policy().eval(), {True: 0, False: 0}
     for is_reference, weights, trace, ids, mask, keep, found in trainer.passes:

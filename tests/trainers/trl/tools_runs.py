@@ -62,9 +62,9 @@ def told_apart(completion_ids, **_):
     return [float(sum(ids) % 101) for ids in completion_ids]
 
 
-def make(folder, *, model=None, kind=Noting, tools=(look_up,), **settings):
+def make(folder, *, model=None, cls=Noting, tools=(look_up,), **settings):
     own = {"processing_class": chat_tokenizer(), "reward_funcs": told_apart, "prompts": PROMPTS, "tools": list(tools)}
-    return trl_runs.make(folder, kind=kind, model=model or agent(), **own, **{**ONE_STEP, **settings})
+    return trl_runs.make(folder, cls=cls, model=model or agent(), **own, **{**ONE_STEP, **settings})
 
 
 def trained(folder, **settings):

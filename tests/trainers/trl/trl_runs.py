@@ -45,11 +45,11 @@ def as_torchrun_does(rank):
     os.environ |= {name: str(value) for name, value in environment.items()}
 
 
-def make(folder, *, kind=GRPOTrainer, model=None, prompts=PROMPTS, columns=(), **settings):
-    """A trainer of this kind on these prompts, with more columns; settings are its own and of its configuration."""
+def make(folder, *, cls=GRPOTrainer, model=None, prompts=PROMPTS, columns=(), **settings):
+    """A trainer of this class on these prompts, with more columns; settings are its own and of its configuration."""
     given = Dataset.from_dict({"prompt": prompts, **dict(columns)})
     own = {name: settings.pop(name) for name in [*settings] if name not in GRPOConfig.__dataclass_fields__}
-    return kind(
+    return cls(
         model=model or policy(),
         train_dataset=given,
         eval_dataset=given.select(range(4)),

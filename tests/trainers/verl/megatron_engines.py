@@ -31,7 +31,7 @@ from tests.trainers.verl.verl_engines import mean_log_prob, old_log_probs, tenso
 
 SEQUENCES, OF_MASKS, STEPS = 16, 8, 3
 LAYERS = 4
-TENSOR, CONTEXT, PIPELINE = ({f"{kind}_parallel_size": 2} for kind in ("tensor_model", "context", "pipeline_model"))
+TENSOR, CONTEXT, PIPELINE = ({f"{form}_parallel_size": 2} for form in ("tensor_model", "context", "pipeline_model"))
 
 
 def linear_cross_entropy(hidden, weight, labels, temperature=1.0, reduction="none", group=None):

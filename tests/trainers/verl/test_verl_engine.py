@@ -75,7 +75,7 @@ def test_rollouts_of_older_weights_may_be_far_and_those_of_the_newest_may_not(gr
 
 
 def test_without_replay_verl_is_verl_and_the_mismatch_is_measured(group, folder, book):
-    plain, ours = make(folder, "disabled", kind="verl"), make(folder, "disabled")
+    plain, ours = make(folder, "disabled", whose="verl"), make(folder, "disabled")
     assert type(ours) is RoutingReplayEngine is not type(plain)
     batch = tensordict(book.batch())
     for one, other in zip(old_log_probs(plain, batch)[0], old_log_probs(ours, batch)[0], strict=True):

@@ -95,7 +95,7 @@ def counting(engine):
 
 
 class There:
-    """An engine on the device, with passes of ours. Kinds have `run(forward_only)`, which gives waits, and `logits`."""
+    """An engine on the device, with passes of ours; derived ones have `run(forward_only)`, for waits, and `logits`."""
 
     def __init__(self, device, passes, vocabulary):
         self.device, self.passes = device, passes

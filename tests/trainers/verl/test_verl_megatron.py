@@ -266,10 +266,10 @@ def by_expert(gradients):
     """Gradients of stacked experts as mbridge names them, one by one."""
     found = {}
     for name, gradient in gradients.items():
-        begin, stacked, kind = name.partition(".experts.")
+        begin, stacked, weight = name.partition(".experts.")
         for number, mine in enumerate(gradient if stacked else ()):
-            parts = {kind: mine}
-            if kind == "gate_up_proj":
+            parts = {weight: mine}
+            if weight == "gate_up_proj":
                 parts = dict(zip(("gate_proj", "up_proj"), mine.chunk(2), strict=True))
             found |= {f"{begin}{stacked}{number}.{part}.weight": half for part, half in parts.items()}
         if not stacked:

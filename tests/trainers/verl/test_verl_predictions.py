@@ -62,7 +62,7 @@ def test_the_decoder_is_replayed_and_layers_of_prediction_route_by_themselves(na
 
 
 def predict(policy, runs):
-    """Of a pass and an update of each run, the share of rows that routers of either kind routed as they would."""
+    """Of a pass and an update of each run, the share of rows that either stack's routers routed as they would."""
     whole = Book(policy, count=SEQUENCES).batch()
 
     def predicted(**settings):
@@ -71,14 +71,14 @@ def predict(policy, runs):
         native, handles = {}, []
         for name, module in ((name, m) for chunk in engine.module for name, m in chunk.named_modules()):
             if name.endswith(".router"):
-                kind = "prediction" if ".mtp." in f".{name}" else "decoder"
-                handles.append(module.register_forward_hook(partial(note_native, native.setdefault(kind, []))))
+                router = "prediction" if ".mtp." in f".{name}" else "decoder"
+                handles.append(module.register_forward_hook(partial(note_native, native.setdefault(router, []))))
         old_log_probs(engine, td)
         with engine.train_mode():
             output = engine.train_batch(td, loss_function=sum_log_prob)
         for handle in handles:
             handle.remove()
-        shares = {kind: torch.cat(shares).mean().item() for kind, shares in native.items()}
+        shares = {router: torch.cat(shares).mean().item() for router, shares in native.items()}
         return {"native": shares, "metrics": output.get("metrics")}
 
     return each(runs, predicted)

@@ -42,7 +42,7 @@ PLAIN = {"optimizer": "SGD", "weight_decay": 0, "clip_grad": 1e9}
 COUNT = 8
 """Sequences, of which data-parallel ranks have half each, and ranks of Ulysses parts of all."""
 CONTROL = "Ulysses, not replayed"
-PATHS = [("ours", name) for name in SETTINGS]
+PATHS = [("foreroute", name) for name in SETTINGS]
 PATHS += [("patch", name) for name in SETTINGS if name != "FSDP2, fused"]  # whose output head nobody else gathers
 
 
@@ -52,7 +52,7 @@ def found(folder, patched):
     settings = {name: SETTINGS[name] for who, name in PATHS if who == "patch"}
     given = (patched, "test_verl_ranks.train", folder, settings, "verl")
     return {
-        "ours": run_each(2, "test_verl_ranks.train", folder, SETTINGS),
+        "foreroute": run_each(2, "test_verl_ranks.train", folder, SETTINGS),
         "patch": run_each(2, "verl_ranks.with_verl_of", *given),
     }
 
@@ -92,13 +92,13 @@ def test_routes_log_probs_and_weights_after_a_step_are_those_of_one_process(who,
 
 @pytest.mark.parametrize("name", SETTINGS)
 def test_metrics_are_of_all_sequences(name, found, book):
-    metrics, others = (rank["metrics"] for rank in found["ours"][name])
+    metrics, others = (rank["metrics"] for rank in found["foreroute"][name])
     assert metrics == others
     log_r, replayed = book.log_ratios(), name != CONTROL
     assert (metrics["mismatch/k3"] == [pytest.approx(np.mean(np.exp(log_r) - 1 - log_r), rel=1e-3)]) == replayed
     assert (metrics["mismatch/disagreement"] == [0.0]) == replayed
     if replayed:
-        native, wanted = metrics["mismatch/native_disagreement"], found["ours"]["FSDP2"][0]["metrics"]
+        native, wanted = metrics["mismatch/native_disagreement"], found["foreroute"]["FSDP2"][0]["metrics"]
         assert native == wanted["mismatch/native_disagreement"]
         assert native[0] > 0.05
 
@@ -108,7 +108,7 @@ def test_all_ranks_end_where_one_cannot_judge_or_has_no_routes(who, name, found)
     first, second = (rank["refused"] for rank in found[who][name])
     if name == CONTROL:
         assert first is second is None
-    elif who == "ours":
+    elif who == "foreroute":
         assert "another rank" in first
         assert second == "no rows here"
     else:
@@ -116,7 +116,7 @@ def test_all_ranks_end_where_one_cannot_judge_or_has_no_routes(who, name, found)
 
 
 @pytest.mark.shows("verl, FSDP engine", "R2")
-@pytest.mark.parametrize(("who", "metric"), [("ours", "mismatch"), ("patch", "router_replay")])
+@pytest.mark.parametrize(("who", "metric"), [("foreroute", "mismatch"), ("patch", "router_replay")])
 @pytest.mark.parametrize("name", R2)
 def test_r2_records_whole_sequences_of_ranks_that_share_them(who, name, metric, found, book):
     for rank in found[who][name]:
@@ -128,8 +128,8 @@ def test_r2_records_whole_sequences_of_ranks_that_share_them(who, name, metric, 
         assert "mismatch/disagreement" not in rank["metrics"]
 
 
-def train(folder, runs, kind=None):
-    """What a rank did in each run, by our engine or, of the kind "verl", by verl's own."""
+def train(folder, runs, whose=None):
+    """What a rank did in each run, by our engine or, if `whose` is "verl", by verl's own."""
     rank, results = dist.get_rank(), {}
     for name, settings in runs.items():
         book = Book(folder, count=COUNT)
@@ -138,15 +138,15 @@ def train(folder, runs, kind=None):
         settings = dict(settings)
         td = partial(tensordict, batch, use_fused_kernels="fused" in name, **SAID, **settings.pop("batch", {}))
         with on_cpu():
-            engine = make(folder, kind=kind, optimizer=PLAIN, lr=1, **settings)
+            engine = make(folder, whose=whose, optimizer=PLAIN, lr=1, **settings)
             old_log_probs(engine, td())  # the first is held against the model's own routes
             log_probs, _ = old_log_probs(engine, td())
-            if kind is None:
+            if whose is None:
                 engine.routing.metrics.__init__()  # so that sums are of one pass
             old_log_probs(engine, td())
             with watched(engine.module) as forwards:
                 output = update(engine, td())
-                weights, refused = full_weights(engine.module), _refused(engine, td(), rank, kind)
+                weights, refused = full_weights(engine.module), _refused(engine, td(), rank, whose)
             results[name] = {
                 "sequences": range(COUNT)[mine],
                 "log_probs": log_probs,
@@ -155,16 +155,16 @@ def train(folder, runs, kind=None):
                 "weights": weights,
                 "refused": refused,
             }
-    return results | {name: _recorded_and_replayed(name, folder, kind) for name in R2}
+    return results | {name: _recorded_and_replayed(name, folder, whose) for name in R2}
 
 
 def sequences_of(name, rank):
     return slice(None) if "Ulysses" in name else slice(COUNT // 2 * rank, COUNT // 2 * (rank + 1))
 
 
-def _refused(engine, batch, rank, kind):
+def _refused(engine, batch, rank, whose):
     """What a rank says of a rollout that the sentinel of the second cannot judge, or verl's own engine of no routes."""
-    if kind is not None:
+    if whose is not None:
         old_log_probs(engine, batch)
         del batch["routed_experts"]
 
@@ -180,12 +180,12 @@ def _refused(engine, batch, rank, kind):
             return str(error)
 
 
-def _recorded_and_replayed(name, folder, kind):
+def _recorded_and_replayed(name, folder, whose):
     book, mine, (settings, of_batch) = Book(folder, count=COUNT), sequences_of(name, dist.get_rank()), R2[name]
     given = {key: values[mine] for key, values in book.batch(routes=False).items()}
     batch = tensordict(given, **SAID, **of_batch)
     with on_cpu():
-        engine = make(folder, "R2", kind=kind, **settings)
+        engine = make(folder, "R2", whose=whose, **settings)
         _, output = old_log_probs(engine, batch)
         batch["routed_experts"] = output["model_output"]["routed_experts"]
         update(engine, batch)  # moves the weights

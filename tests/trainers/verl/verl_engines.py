@@ -27,9 +27,9 @@ AttentionMaskInterface.register(PACKED, flash_attention_mask)
 FLOAT32 = {"param_dtype": "fp32", "reduce_dtype": "fp32", "buffer_dtype": "fp32"}
 
 
-def make(folder, replay="R3", *, kind=None, model=None, lr=1e-3, optimizer=None, **settings):
-    """An engine, initialised: ours, or of the kind "verl" verl's own, for which nothing of ours is imported."""
-    if kind is None:
+def make(folder, replay="R3", *, whose=None, model=None, lr=1e-3, optimizer=None, **settings):
+    """An engine, initialised: ours, or `whose="verl"` verl's own, for which nothing of ours is imported."""
+    if whose is None:
         importlib.import_module("foreroute.trainers.verl.fsdp")  # what external_lib does
     strategy = settings.setdefault("strategy", "fsdp2")
     # the attention of Ulysses is in the way of flash attention
@@ -37,8 +37,8 @@ def make(folder, replay="R3", *, kind=None, model=None, lr=1e-3, optimizer=None,
     model = {"fused_kernel_options": {"impl_backend": "torch"}} | (model or {})
     given = {"mixed_precision": FLOAT32, "use_torch_compile": False}
     given["router_replay"] = EngineRouterReplayConfig(mode=replay)
-    of_kind = FSDPEngineWithLMHead if kind else EngineRegistry.get_engine_cls("language_model", strategy)
-    engine = of_kind(
+    engine_class = FSDPEngineWithLMHead if whose else EngineRegistry.get_engine_cls("language_model", strategy)
+    engine = engine_class(
         model_config=HFModelConfig(path=folder, override_config={"attn_implementation": attention}, **model),
         engine_config=FSDPEngineConfig(**given | settings),
         optimizer_config=FSDPOptimizerConfig(lr=lr, total_training_steps=10, **(optimizer or {})),

@@ -34,7 +34,7 @@ from foreroute.core.untouched import reshard
 from foreroute.errors import AttachError, BatchMismatchError, LayoutError, ReplayError
 from foreroute.layout import Layout
 from foreroute.replay import Policy, ReplayRows, Routes
-from foreroute.replay.arguments import not_of_kind
+from foreroute.replay.arguments import not_of_class
 from foreroute.replay.aux_loss_counts import ExecutedCounts
 from foreroute.trace import INDEXER, PIXELS, IndexerSpec, RoutingSpec, RoutingTrace
 from foreroute.trace.operations import with_lookups
@@ -104,7 +104,7 @@ class RoutedTransformer(PlannedModel):
             ForerouteError: for trace and layout, as `replay`.
         """
         if not isinstance(trace, RoutingTrace):
-            raise not_of_kind("what is to be replayed", trace, "a RoutingTrace, from a recording, `load` or `decode`")
+            raise not_of_class("what is to be replayed", trace, "a RoutingTrace, from a recording, `load` or `decode`")
         if trace.spec != self.spec:
             trace = self.with_lookups(trace)
         for position, table_VK in self.lookup_tables.items():

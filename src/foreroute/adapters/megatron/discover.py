@@ -141,9 +141,9 @@ def _unknown_class(router: Any) -> str | None:
 def _refused_setting(router: Any) -> str | None:
     config = router.config
     balancing = router.routing_type if isinstance(router.routing_type, list) else [router.routing_type]
-    for kind in balancing:
-        if kind not in BALANCING:
-            return f"moe_router_load_balancing_type {kind!r} does not select by top-k of its scores"
+    for each in balancing:
+        if each not in BALANCING:
+            return f"moe_router_load_balancing_type {each!r} does not select by top-k of its scores"
     if setting := objection_to_settings(config, REFUSED):
         return setting
     if getattr(config, "mlp_chunks_for_training", 1) > 1:

@@ -21,7 +21,7 @@ from foreroute.ep.execution import MicroBatch
 from foreroute.errors import AttachError, BatchMismatchError, ConfigError, TraceError
 from foreroute.layout import Layout
 from foreroute.replay import ForwardRows, Policy, RecordedPass
-from foreroute.replay.arguments import not_of_kind, require_choice, require_layout, require_version
+from foreroute.replay.arguments import not_of_class, require_choice, require_layout, require_version
 from foreroute.replay.indexers import require_choices
 from foreroute.replay.rows import Counts, MissingRows, PaddingRows
 from foreroute.trace import RoutingSpec, RoutingTrace
@@ -185,7 +185,7 @@ class RoutedMegatron(PlannedModel):
 
     def _require_trace(self, trace: object, what: str, expected: str) -> None:
         if not isinstance(trace, RoutingTrace):
-            raise not_of_kind(what, trace, expected)
+            raise not_of_class(what, trace, expected)
         self.spec.require_same(trace.spec, what="the trace")
         require_choices(trace, self.indexers)
 

@@ -313,7 +313,7 @@ class TransferRecord:
     """One call of the transfer engine on one rank."""
 
     cell: Cell  # the first of its step where weights are published
-    kind: Literal["publish", "fetch", "return"]  # as a step begins, of weights, of gradients
+    operation: Literal["publish", "fetch", "return"]  # as a step begins, of weights, of gradients
     host_bytes: int  # that came by host memory and were waited for, those of prefetches that nobody asked for too
     direct_bytes: int  # the same from peers
     exposed_s: float  # seconds that the host waited; the stream's waits on a GPU are not among them

@@ -100,7 +100,7 @@ class GenerateSource:
         sampled = SampledTokens(self._temperature)
         random = torch.get_rng_state(), torch.cuda.get_rng_state_all()
 
-        def with_ours(make: Callable[..., LogitsProcessorList], *args: Any, **kwargs: Any) -> LogitsProcessorList:
+        def with_sampled(make: Callable[..., LogitsProcessorList], *args: Any, **kwargs: Any) -> LogitsProcessorList:
             processors = make(*args, **kwargs)
             # a min_p of 0 leaves nothing out, and sets of the whole vocabulary are large
             others = [each for each in processors if type(each) not in (TemperatureLogitsWarper, LogitNormalization)]
@@ -111,7 +111,7 @@ class GenerateSource:
         try:
             with (
                 self._routed.record(indexers=self._indexers) as recording,
-                overridden(self._sampler, PROCESSORS, with_ours),
+                overridden(self._sampler, PROCESSORS, with_sampled),
             ):
                 sequences = generate(*args, **kwargs)
             self._seen.append((recording, sampled, sequences))

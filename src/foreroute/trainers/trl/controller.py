@@ -71,7 +71,7 @@ class MeasuringGuard:
     def __enter__(self) -> None:
         """Begin to measure; what cannot be measured raises."""
 
-    def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> bool:
+    def __exit__(self, error_class: object, error: BaseException | None, traceback: object) -> bool:
         """Say whether an error ends here."""
         if self._raises or not isinstance(error, ForerouteError):
             return False

@@ -160,11 +160,11 @@ class EnginePasses:
                 "expected a nested tensor with one for each"
             )
         # the entry of a position is of the token behind it; a first token that was sampled would have none
-        trained_N, ours_N = packed.trained_N, log_probs.values().roll(1)
+        trained_N, scored_N = packed.trained_N, log_probs.values().roll(1)
         sampled_N = packed.gather_field(ROLLOUT_LOG_PROBS)
         packed.wrong = packed.wrong | (trained_N & packed.is_first_N).any()
         self._checks.add(packed.wrong, packed.require_true)
-        log_r_N, counted_N = self.metrics.compare_tokens(sampled_N, ours_N, trained_N)
+        log_r_N, counted_N = self.metrics.compare_tokens(sampled_N, scored_N, trained_N)
         if self._weights_check is None or self._is_update:
             return
         oldest_S = versions_of(micro_batch)[0]

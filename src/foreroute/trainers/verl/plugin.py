@@ -26,32 +26,32 @@ from foreroute.trainers.verl.settings import (
 )
 
 LIBRARY = "actor_rollout_ref.model.external_lib"
-OURS = "foreroute.trainers.verl."
+ENGINES = "foreroute.trainers.verl."
 FSDP = ("fsdp", "fsdp2")
 
 
 def require_script(config: Any) -> None:
     """Raise `ConfigError` naming all settings of a script of verl that are in the way, and lines that are missing."""
-    ours, rollout = config.actor_rollout_ref, config.actor_rollout_ref.rollout
-    actor = verl_config.omega_conf_to_dataclass(ours.actor)
+    roles, rollout = config.actor_rollout_ref, config.actor_rollout_ref.rollout
+    actor = verl_config.omega_conf_to_dataclass(roles.actor)
     engine, mode = actor.engine, replay_of(actor.engine)
-    libraries = libraries_of(ours.model)
-    is_ours = any(each.startswith(OURS) for each in libraries)
-    if mode == "disabled" or (_has_own_replay(actor.strategy) and not is_ours):
+    libraries = libraries_of(roles.model)
+    is_named = any(each.startswith(ENGINES) for each in libraries)
+    if mode == "disabled" or (_has_own_replay(actor.strategy) and not is_named):
         return
     in_the_way: Refusals
     masked, can_mask = MASKS in libraries, rollout.get("name") == "vllm"
     if actor.strategy in FSDP:
-        in_the_way = [*_missing_lines(f"{OURS}fsdp", libraries, rollout, mode), *fsdp_refusals(engine, ours.model)]
+        in_the_way = [*_missing_lines(f"{ENGINES}fsdp", libraries, rollout, mode), *fsdp_refusals(engine, roles.model)]
     elif actor.strategy == "megatron":
-        lines = _missing_lines(f"{OURS}megatron", libraries, rollout, mode)
-        in_the_way = [*lines, *megatron_refusals(engine, ours.model)]
+        lines = _missing_lines(f"{ENGINES}megatron", libraries, rollout, mode)
+        in_the_way = [*lines, *megatron_refusals(engine, roles.model)]
         if getattr(engine, "packing", "length") == "routes":
             in_the_way += [(wrong, f"packing is routes, and {text}") for wrong, text in grouping_refusals(actor)]
     else:
         in_the_way = [(True, f"the strategy {actor.strategy} has no replay; take fsdp, fsdp2 or megatron")]
     if masked:
-        in_the_way = [*in_the_way, *_mask_refusals(ours, can_mask=can_mask)]
+        in_the_way = [*in_the_way, *_mask_refusals(roles, can_mask=can_mask)]
     refuse(f"{KEY} is {mode}, and", in_the_way)
     neutral = {"top_p": (None, 1), "top_k": (None, 0, -1)}
     cuts = [f"{name}={rollout[name]}" for name in neutral if rollout[name] not in neutral[name]]
@@ -87,9 +87,9 @@ def _missing_lines(library: str, libraries: list[str], rollout: Any, mode: str) 
     ]
 
 
-def _mask_refusals(ours: Any, *, can_mask: bool) -> Refusals:
+def _mask_refusals(roles: Any, *, can_mask: bool) -> Refusals:
     """List what sampling masks do not go with, or need beside `external_lib`."""
-    rollout, validation = ours.rollout, ours.rollout.val_kwargs
+    rollout, validation = roles.rollout, roles.rollout.val_kwargs
     return [
         (
             not can_mask,
@@ -99,7 +99,7 @@ def _mask_refusals(ours: Any, *, can_mask: bool) -> Refusals:
             not rollout.engine_kwargs.vllm.get("return_sampling_mask"),
             "vLLM is not asked for masks; set +actor_rollout_ref.rollout.engine_kwargs.vllm.return_sampling_mask=True",
         ),
-        (ours.model.use_fused_kernels, "use_fused_kernels scores past sampling masks; leave it off"),
+        (roles.model.use_fused_kernels, "use_fused_kernels scores past sampling masks; leave it off"),
         (
             rollout.top_k < 1 or validation.top_k < 1 or validation.temperature <= 0,
             "with sampling masks vLLM takes no request without a top_k or at temperature 0, which rollout or its "

@@ -140,9 +140,9 @@ def _sequences(fields: Any) -> tuple[list[NDArray[Any]], list[NDArray[Any]]]:
     routes = field_of(fields, FIELD)
     ids, mask = _tokens_and_mask(fields)
     if routes.is_nested != ids.is_nested:
-        kinds = {True: "unpadded (nested)", False: "padded"}
+        forms = {True: "unpadded (nested)", False: "padded"}
         raise CaptureError(
-            f"input_ids are {kinds[ids.is_nested]} and {FIELD} are {kinds[routes.is_nested]}; expected both alike, as "
+            f"input_ids are {forms[ids.is_nested]} and {FIELD} are {forms[routes.is_nested]}; expected both alike, as "
             "verl's left_right_2_no_padding leaves them"
         )
     if routes.ndim != 4 or (mask is not None and routes.shape[:2] != ids.shape):

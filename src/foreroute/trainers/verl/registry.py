@@ -22,7 +22,7 @@ LIBRARIES = {
 """By strategy, the one by which verl makes our engine."""
 
 
-def replace_engine(ours: type, of: type, strategy: str, *, device: str | None = None) -> None:
+def replace_engine(engine: type, of: type, strategy: str, *, device: str | None = None) -> None:
     """Have verl make our engine in the place of its own, on one device or all. Raises `AttachError` where others do."""
     engines = getattr(EngineRegistry, "_engines", {}).get(LANGUAGE_MODEL, {}).get(strategy, {})
     places = list(engines) if device is None else [device]
@@ -31,11 +31,11 @@ def replace_engine(ours: type, of: type, strategy: str, *, device: str | None = 
     for place in places:
         found: Any = engines.get(place)
         if found is of:
-            engines[place] = ours
+            engines[place] = engine
         elif not getattr(found, "replays_routes", False):
             raise AttachError(
                 f"verl makes {getattr(found, '__name__', found)} for the strategy {strategy} on {place}; expected its "
-                f"own {of.__name__}, or an engine derived from {ours.__module__}.{ours.__name__}"
+                f"own {of.__name__}, or an engine derived from {engine.__module__}.{engine.__name__}"
             )
 
 

@@ -107,13 +107,13 @@ def grouping_refusals(actor: Any) -> Refusals:
 
 def require_regroupable(transformer: Any) -> None:
     """Raise `ConfigError` for losses of Megatron's routers, which are means over micro-batches."""
-    kinds, coefficients = transformer.moe_router_load_balancing_type, transformer.moe_aux_loss_coeff
+    types, coefficients = transformer.moe_router_load_balancing_type, transformer.moe_aux_loss_coeff
     pairs = zip(
-        kinds if isinstance(kinds, list) else [kinds],
+        types if isinstance(types, list) else [types],
         coefficients if isinstance(coefficients, list) else [coefficients],
         strict=False,
     )
-    named = [kind for kind, coefficient in pairs if "loss" in kind and coefficient]
+    named = [each for each, coefficient in pairs if "loss" in each and coefficient]
     refuse(
         "packing is routes, and",
         [
