@@ -97,7 +97,7 @@ class TrainerPassController:
     routed: RoutedTransformer  # the policy; left out where it cannot be measured
 
     def __init__(
-        self, trainer: Any, replay: Replay, topology: Topology | Cluster | None = None, sentinel: Watching = "warn"
+        self, trainer: Any, replay: Replay, topology: Topology | Cluster | None, plan: object, sentinel: Watching
     ) -> None:
         self.rollout: Rollout | None = None  # that the trainer works on
         self._trainer = trainer
@@ -121,7 +121,7 @@ class TrainerPassController:
         self.capture = RolloutCapture(trainer, attached, replay, self._guard)
         with self._guard:
             self._require_measured_everywhere()
-        self._windows = None if topology is None else PlannedWindows(trainer, self.routed, topology)
+        self._windows = None if topology is None else PlannedWindows(trainer, self.routed, topology, plan or {})
         self._sentinel = RolloutSentinel(self.routed) if replay == "R3" and sentinel != "off" else None
 
     @property
