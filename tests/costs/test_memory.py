@@ -5,7 +5,6 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from benchmarks.harness.memory_peaks import with_layers
 from foreroute.costs.memory import SIZES, WORKS, BatchSizes, StepMemory, describe_section, section_sizes
 from foreroute.errors import CountsError, ForecastError
 from foreroute.plan import Topology, known_rows
@@ -113,21 +112,6 @@ def test_a_budget_names_rank_micro_step_and_layer():
         found.require(most - 1)
     with pytest.raises(CountsError, match="memory_budget is"):
         found.require(1.5)
-
-
-def test_further_layers_are_like_the_one_in_the_middle():
-    plan, known, sizes = case(1)
-    made = program(1)
-    for name in ("forward", "backward"):
-        for work in WORKS:
-            made[name, 2, work] = made[name, 1, work]
-    whole = memory_of(made)
-    three = StepMemory(
-        EXPERT, 1, [s._replace(layer=2 if s.layer == 3 else s.layer) for s in whole.sections if s.layer != 2]
-    )
-    np.testing.assert_array_equal(
-        with_layers(three, 4).forecast(known, sizes, plan).bytes_MG, whole.forecast(known, sizes, plan).bytes_MG
-    )
 
 
 def test_sizes_rows_and_memory_of_something_else_are_refused():
