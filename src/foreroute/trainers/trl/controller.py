@@ -121,7 +121,8 @@ class TrainerPassController:
         self.capture = RolloutCapture(trainer, attached, replay, self._guard)
         with self._guard:
             self._require_measured_everywhere()
-        self._windows = None if topology is None else PlannedWindows(trainer, self.routed, topology, plan or {})
+        options = {} if plan is None else plan
+        self._windows = None if topology is None else PlannedWindows(trainer, self.routed, topology, options)
         self._sentinel = RolloutSentinel(self.routed) if replay == "R3" and sentinel != "off" else None
 
     @property
