@@ -20,7 +20,6 @@ import numpy as np
 from numpy.typing import NDArray
 
 from foreroute import plan
-from foreroute.plan.counts import contiguous_imbalance
 from foreroute.simulate.workload import WORKLOADS
 from foreroute.testing.routes import synthetic_trace
 from foreroute.trace import RoutingTrace
@@ -159,6 +158,14 @@ def unevenness(steps: Steps) -> dict[str, float]:
     if followed:
         figures["micro_correlation"] = np.mean([_correlation(*pair) for pair in followed])
     return {name: float(f"{value:.5g}") for name, value in figures.items()}
+
+
+def contiguous_imbalance(counts_MLE: Ints, num_ranks: int) -> float:
+    """Mean over (micro-step, layer) cells of the slowest rank's load over the mean load, with contiguous homes."""
+    loads_CG = counts_MLE.reshape(-1, num_ranks, counts_MLE.shape[-1] // num_ranks).sum(axis=-1)
+    # an empty cell is no barrier
+    loads_CG = loads_CG[loads_CG.sum(axis=1) > 0]
+    return float((loads_CG.max(axis=1) / loads_CG.mean(axis=1)).mean()) if len(loads_CG) else 1.0
 
 
 def kind_share(counts_SLE: Ints, kind_S: Ints) -> float:

@@ -63,7 +63,7 @@ def peak_cases(micro_steps: int, *, quick: bool = False) -> list[dict[str, Any]]
 
 def _cases(rank: int, micro_steps: int, checkpointed: bool, layers: tuple[int, ...]) -> list[dict[str, Any]]:
     memory = _measured(checkpointed)
-    models = [memory.with_layers(num_layers) for num_layers in layers]
+    models = [with_layers(memory, num_layers) for num_layers in layers]
     return [case for each in models for case in _compared(rank, each, micro_steps, checkpointed)]
 
 
@@ -72,6 +72,18 @@ def _measured(checkpointed: bool) -> StepMemory:
     traces = draw_micro_batches(routed.spec, SIZES.vocabulary)
     targets_M = [len(trace) * int(trace.lengths.max()) for trace in traces]
     return measure_memory(routed, traces, targets_M, lambda number: _loss(routed.model, traces[number]))
+
+
+def with_layers(memory: StepMemory, num_layers: int) -> StepMemory:
+    """Give what a model of more layers takes, each like the one in the middle of the three that were measured."""
+    sections = []
+    for section in memory.sections:
+        if section.layer == 1:
+            inner = range(1, num_layers - 1)
+            sections += [section._replace(layer=n) for n in (inner if section.part == "forward" else reversed(inner))]
+        else:
+            sections.append(section._replace(layer=num_layers - 1) if section.layer == 2 else section)
+    return replace(memory, sections=sections)
 
 
 def _loss(model: Any, trace: RoutingTrace) -> Tensor:

@@ -5,12 +5,14 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
 from benchmarks.harness.models import Sizes
+from foreroute.costs.fitting import find_rates, require_distinct_effects
 from foreroute.costs.model import CostModel
 from foreroute.errors import ConfigError
 from foreroute.plan import StepPlan
@@ -19,7 +21,7 @@ from foreroute.plan.options import PassName
 from foreroute.simulate import SimulateConfig, parse_config
 from foreroute.simulate.engine import PassWork
 from foreroute.simulate.ep_group import EPGroup
-from foreroute.simulate.fit import Measurement, fit, predict
+from foreroute.simulate.fit import Measurement
 
 PASSES: dict[PassName, bool] = {"recompute": False, "update": True}
 """Whether backward passes follow in it, by pass of a plan."""
@@ -59,24 +61,37 @@ def predict_seconds(
 ) -> NDArray[np.float64]:
     """float64 [asked], simulated seconds of a pass, with rates fitted to the same pass of the known steps."""
     costs = _fitted_costs([_measurement(one, pass_name) for one in known], config)
-    return predict([_measurement(one, pass_name) for one in asked], config, costs, seconds_on_processes)
+    return predict_on_processes([_measurement(one, pass_name) for one in asked], config, costs)
 
 
 def _fitted_costs(measured: Sequence[Measurement], config: SimulateConfig) -> CostModel:
     costs = config.described().costs
     of_memory = ["host_bytes_per_s"] if costs.paths == "host" else []
+    seconds_V = np.array([one.seconds for one in measured])
+
+    def fitted(names: Sequence[str]) -> CostModel:
+        predicted = partial(predict_on_processes, measured, config)
+        found = find_rates(costs, names, predicted, seconds_V, seconds_V)
+        require_distinct_effects(found.share_VK, names)
+        return found.costs
+
     try:
-        fitted = fit(measured, config, [*RATES, *of_memory], seconds_of=seconds_on_processes)
+        return fitted([*RATES, *of_memory])
     except ConfigError:
         if not of_memory:
             raise
         # only ranks that wait for others fetch by host memory, or none does
-        fitted = fit(measured, config, RATES, seconds_of=seconds_on_processes)
-    return replace(costs, hardware=fitted.hardware)
+        return fitted(RATES)
 
 
-def seconds_on_processes(one: Measurement, config: SimulateConfig, costs: CostModel) -> float:
-    """Seconds of a pass on processes of this machine, which have no copy engines and take turns on its processors."""
+def predict_on_processes(
+    measured: Sequence[Measurement], config: SimulateConfig, costs: CostModel
+) -> NDArray[np.float64]:
+    """float64 [measured], seconds on processes of this machine, with no copy engines and turns on its processors."""
+    return np.array([_seconds_on_processes(one, config, costs) for one in measured])
+
+
+def _seconds_on_processes(one: Measurement, config: SimulateConfig, costs: CostModel) -> float:
     group = EPGroup.of(one.served, one.step, costs, overlap=config.execution.overlap)
     work = (group.recompute, group.update)[one.pass_index]
     work = in_turns(without_overlap(work), os.cpu_count() or 1)

@@ -93,6 +93,34 @@ def test_records_that_cannot_be_are_refused(tmp_path, case):
         read(tmp_path, **given)
 
 
+AT_07 = put({"temperature": 0.7}, "capture", "sampling_overrides")
+RAW = put("raw_logprobs", "capture", "logprobs_mode")
+
+
+@pytest.mark.parametrize(
+    ("changes", "temperature", "masks", "at"),
+    [
+        ([AT_07], 1.0, False, "0.7"),
+        ([AT_07], 1.0, True, "0.7"),
+        ([AT_07], 0.7, False, None),
+        ([AT_07], 0.7, True, None),
+        ([put(0, "nodes", 5, "calls", 0, "sampling", "temperature")], 1.0, False, "0"),  # of one reply of three
+        ([], 0.7, False, "1.0"),
+        ([AT_07, RAW], 1.0, False, None),
+        ([AT_07, RAW], 0.7, False, "1.0"),
+        ([put({"temperature": None}, "capture", "sampling_overrides")], 1.0, False, None),
+    ],
+)
+def test_replies_whose_log_probs_are_at_another_temperature_are_left_out(tmp_path, changes, temperature, masks, at):
+    def change(document):
+        for each in changes:
+            each(document)
+
+    read = skycap(tmp_path, change=change, masks=masks, temperature=temperature)
+    assert read.ends == ({None: ("4", "5"), "0": ("4",)}.get(at, ()))
+    assert (at is None) is not any(f"at the temperature {at};" in each for each in read.left_out)
+
+
 @pytest.mark.parametrize(
     ("change", "ends", "sentence"),
     [

@@ -114,24 +114,6 @@ def test_a_budget_names_rank_micro_step_and_layer():
         found.require(1.5)
 
 
-def test_further_layers_are_like_the_one_in_the_middle():
-    plan, known, sizes = case(1)
-    made = program(1)
-    for name in ("forward", "backward"):
-        for work in WORKS:
-            made[name, 2, work] = made[name, 1, work]
-    whole = memory_of(made)
-    three = StepMemory(
-        EXPERT, 1, [s._replace(layer=2 if s.layer == 3 else s.layer) for s in whole.sections if s.layer != 2]
-    )
-    np.testing.assert_array_equal(
-        three.with_layers(4).forecast(known, sizes, plan).bytes_MG, whole.forecast(known, sizes, plan).bytes_MG
-    )
-    for memory, asked in ((whole, 5), (three, 2)):
-        with pytest.raises(ForecastError, match="measure three"):
-            memory.with_layers(asked)
-
-
 def test_sizes_rows_and_memory_of_something_else_are_refused():
     plan, known, sizes = case(2)
     memory = memory_of(program(2))

@@ -1,6 +1,7 @@
 """Whole runs: what they record, that they repeat and resume bit for bit, and what they refuse."""
 
 import copy
+import math
 import shutil
 
 import numpy as np
@@ -115,8 +116,12 @@ def test_a_metric_that_is_no_number_ends_the_run(tmp_path, monkeypatch):
         train(small_config(warm_start={"max_steps": 1}), tmp_path / "run")
     run = RunFolder(tmp_path / "run")
     assert run.records() == []
-    with pytest.raises(DivergedError):
-        run.append(StepRecord(step=1, live_agreement=[0.5, float("inf")]))
+    for wrong in (math.inf, math.nan):
+        with pytest.raises(DivergedError, match=r"live_agreement.*step 0"):
+            run.append(StepRecord(step=0, live_agreement=[0.5, wrong]))
+    assert run.records() == []
+    run.append(StepRecord(step=0, live_agreement=[0.5, 1.0]))  # the control
+    assert len(run.records()) == 1
 
 
 @pytest.mark.usefixtures("rewards_that_differ")

@@ -4,7 +4,9 @@ The oracles are what the indexers of the policy hand on to its attention, and th
 """
 
 import sys
+import warnings
 from dataclasses import replace
+from unittest.mock import MagicMock
 
 import numpy as np
 import pytest
@@ -50,13 +52,15 @@ def test_recompute_and_update_attend_to_what_the_engine_did():
     assert seen.keys() == {"recompute", "update"}
 
 
-def test_an_engine_that_returns_no_choices_is_warned_of(monkeypatch):
-    monkeypatch.setattr(vllm, "VLLMEngine", lambda *args, **settings: "an engine")
+@pytest.mark.parametrize("routing", ["R3", "R2"])
+def test_an_engine_that_returns_no_choices_is_warned_of_where_they_would_be_replayed(tmp_path, monkeypatch, routing):
+    monkeypatch.setattr(vllm, "ServerProcess", lambda *_: MagicMock(socket=None, folder=tmp_path))
     rollout = RolloutConfig(engine="vllm", server={"python": sys.executable})  # as read, not as checked together
-    config = sparse_config().model_copy(update={"rollout": rollout})
-    policy = trainer_of(sparse_config()).policy
-    with pytest.warns(UserWarning, match="routes alone"):
-        assert make_engine(config, policy) == "an engine"
+    config = sparse_config()
+    config = config.model_copy(update={"rollout": rollout, "rl": config.rl.model_copy(update={"routing": routing})})
+    with warnings.catch_warnings(record=True, action="always") as found:
+        make_engine(config, trainer_of(sparse_config()).policy).close()
+    assert ["vLLM returns none" in str(each.message) for each in found] == [True] * (routing == "R3")
 
 
 def recomputed(trainer, experience):

@@ -71,6 +71,7 @@ def read_nemo_gym(
     """Read a rollout that NeMo Gym has captured and frozen: a sequence for each chain of its calls.
 
     A call that several chains share is trained on the first of them. A retry that no call goes on from is left out.
+    Lines do not say how they were sampled: their log-probs must be at the trainer's temperature, of all tokens.
 
     Args:
         entries: `<rollout>.tokens.jsonl`; the files beside it are looked at.

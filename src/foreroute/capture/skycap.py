@@ -80,6 +80,7 @@ def read_skycap(
     model: RoutingSpec,
     weight_version: WeightVersion,
     vocabulary_size: int | None = None,
+    temperature: float = 1.0,
 ) -> AgentRollout:
     """Read a record of skycap: every path that its samples name, with the tokens that this path trains.
 
@@ -89,6 +90,7 @@ def read_skycap(
         weight_version: the weights that made the record, which does not say: a whole number where they were the same
             for all of it, else a function of a call (an entry of a node's `calls`, told by its `t_start`).
         vocabulary_size: tokens of the model; needed where the record has sampling masks.
+        temperature: that the trainer divides logits by; replies whose log-probs are at another one are left out.
 
     Raises:
         CaptureError: when a file is missing, damaged or of another format, or holds what cannot be true.
@@ -103,7 +105,7 @@ def read_skycap(
         if not samples:
             return rollout_of([], left_out)
         arrays = _side_files(FilePath(document).parent, record)
-        paths = _Paths(record, arrays, model, weight_version, vocabulary_size, left_out)
+        paths = _Paths(record, arrays, model, weight_version, vocabulary_size, temperature, left_out)
         return rollout_of([path for each in samples if (path := paths.to(*each)) is not None], left_out)
 
 
@@ -117,10 +119,12 @@ class _Paths:
         model: RoutingSpec,
         weight_version: WeightVersion,
         vocabulary_size: int | None,
+        temperature: float,
         left_out: list[str],
     ) -> None:
         self.nodes, self.arrays, self.model, self.left_out = _nodes_of(record, arrays), arrays, model, left_out
         self.capture, self.weight_version = _object(record.get("capture"), "capture"), weight_version
+        self.temperature = temperature
         self.vocabulary_size = vocabulary_size if any(node.masks for node in self.nodes) else 0
         if self.vocabulary_size is None:
             raise CaptureError("it has sampling masks, and the vocabulary is not known; pass vocabulary_size=")
@@ -174,19 +178,25 @@ class _Paths:
             why = "it has no sampled tokens"
         elif not node.has_logprobs:
             why = "it has no log-probs"
-        elif node.masks is None and self._was_cut(node):
-            why = "its log-probs are of a truncated distribution, and its masks were not recorded"
+        else:
+            why = self._objection_to_logprobs(node)
         if why:
             self.left_out.append(f"node {target} is not trained: {why}")
         return not why
 
-    def _was_cut(self, node: _Node) -> bool:
-        """Say whether log-probs are of what top-p, top-k or min-p had left."""
-        asked = {**_object(node.call.get("sampling"), "sampling")}
-        asked |= _object(self.capture.get("sampling_overrides"), "sampling_overrides")
+    def _objection_to_logprobs(self, node: _Node) -> str:
+        """Say why log-probs are of another distribution than a trainer scores on; "" where they are not."""
+        asked: dict[str, object] = {}
+        if self.capture.get("logprobs_mode") == "processed_logprobs":  # others are of what the model gave
+            asked |= _object(node.call.get("sampling"), "sampling")
+            asked |= _object(self.capture.get("sampling_overrides"), "sampling_overrides")
+        at = 1.0 if asked.get("temperature") is None else asked["temperature"]
+        if at != self.temperature:
+            return f"its log-probs are at the temperature {shown(at)}; the trainer scores at {self.temperature:g}"
         leaves_all = {"top_p": (None, 1), "top_k": (None, 0, -1), "min_p": (None, 0)}
-        is_cut = any(asked.get(name) not in values for name, values in leaves_all.items())
-        return is_cut and self.capture.get("logprobs_mode") == "processed_logprobs"
+        if node.masks is None and any(asked.get(name) not in values for name, values in leaves_all.items()):
+            return "its log-probs are of a truncated distribution, and its masks were not recorded"
+        return ""
 
     def _objection(self, nodes: list[_Node], kept: set[int]) -> str:
         """Say why nothing on a path can be trained on; "" where something can."""

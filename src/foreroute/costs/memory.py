@@ -68,27 +68,6 @@ class StepMemory:
         """L."""
         return len({section.layer for section in self.sections} - {None})
 
-    def with_layers(self, num_layers: int) -> StepMemory:
-        """Give what a model of more layers takes, each like the one in the middle of these three.
-
-        Raises:
-            ForecastError: unless three layers were measured, and three or more are asked for.
-        """
-        if self.num_layers != 3 or num_layers < 3:
-            raise ForecastError(
-                f"{self.num_layers} layers were measured, and {num_layers} are asked for; measure three (the first, "
-                "one in between, the last) and ask for three or more"
-            )
-        sections: list[MemorySection] = []
-        for section in self.sections:
-            if section.layer == 1:
-                inner = range(1, num_layers - 1)
-                order = inner if section.part == "forward" else reversed(inner)
-                sections += [section._replace(layer=layer) for layer in order]
-            else:
-                sections.append(section._replace(layer=num_layers - 1) if section.layer == 2 else section)
-        return StepMemory(self.expert_bytes, self.prefetch, sections)
-
     def forecast(
         self,
         known: KnownRows,

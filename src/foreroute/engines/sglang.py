@@ -15,6 +15,7 @@ from foreroute.capture import Generation, Sampling
 from foreroute.engines.base import OutsideEngine, Request, Response, WeightsFolder, stop_token_ids
 from foreroute.engines.http import Answer, Client
 from foreroute.errors import EngineError
+from foreroute.replay.indexers import warn_of_choices
 
 __all__ = ["SGLangServerEngine"]
 
@@ -27,7 +28,7 @@ class SGLangServerEngine(OutsideEngine):
     """The trainer's rollout engine behind an SGLang server that it has for itself.
 
     Weights go through a folder that both can read. Choices of sparse-attention indexers are asked for too, where the
-    model has indexers and the server was started with --enable-return-indexer-topk.
+    model has indexers and the server was started with --enable-return-indexer-topk; without that, a warning says so.
 
     Args:
         url: such as "http://127.0.0.1:30000".
@@ -63,6 +64,8 @@ class SGLangServerEngine(OutsideEngine):
             raise EngineError("the SGLang server must be started with --enable-return-routed-experts")
         returns_choices = info.has(CHOICES) and info.read(bool, CHOICES)
         self._choice_params = {"return_indexer_topk": True} if returns_choices and model.indexers else {}
+        if model.indexers and not returns_choices:
+            warn_of_choices("the server returns none of their choices", "Start it with --enable-return-indexer-topk")
         self._weights = WeightsFolder(weights_folder, model.writer)
 
     def generate(

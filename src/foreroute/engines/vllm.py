@@ -39,6 +39,7 @@ from foreroute.engines.base import (
 from foreroute.engines.http import Answer, BrokenOffError, Client
 from foreroute.engines.vllm_server import EXTENSION, ServerProcess, ServerSettings
 from foreroute.errors import ConfigError, EngineError, shown
+from foreroute.replay.indexers import warn_of_choices
 
 __all__ = ["ServerSettings", "VLLMEngine"]
 
@@ -91,6 +92,8 @@ class VLLMEngine(OutsideEngine):
         at_once: int = 256,
     ) -> None:
         super().__init__(model, "vllm")
+        if model.indexers:
+            warn_of_choices("vLLM returns none of their choices", "SGLang and EmbeddedEngine return both")
         self._timeout_s = timeout_s
         self._returns_masks = False
         self._process: ServerProcess | None = None

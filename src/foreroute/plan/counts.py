@@ -15,7 +15,7 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from foreroute.checks import MOST_INT32, as_array
-from foreroute.errors import CountsError, InputError
+from foreroute.errors import CountsError
 from foreroute.files.container import FileFormat, TensorSchema, blake2b_hex
 from foreroute.layout import Packing
 from foreroute.trace.container import RoutingTrace
@@ -189,20 +189,6 @@ def tokens_digest(traces: RoutingTrace | Sequence[RoutingTrace]) -> str:
     several = [traces] if isinstance(traces, RoutingTrace) else list(traces)
     lengths = [trace.lengths.astype("<i8") for trace in several]
     return blake2b_hex(*lengths, *(np.asarray(trace.token_ids_N, "<i4") for trace in several))
-
-
-def contiguous_imbalance(counts_MLE: NDArray[np.int64], num_ranks: int) -> float:
-    """Return the mean over (micro-step, layer) cells of the slowest rank's load over the mean load: 1.0 to G.
-
-    A cell is a barrier, so that the experts' time grows by this factor where they are in contiguous blocks.
-    """
-    num_experts = counts_MLE.shape[-1]
-    if num_experts % num_ranks:
-        raise InputError(f"{num_experts} experts cannot be placed evenly on {num_ranks} ranks; use a divisor")
-    loads_CG = counts_MLE.reshape(-1, num_ranks, num_experts // num_ranks).sum(axis=-1)
-    # an empty cell is no barrier
-    loads_CG = loads_CG[loads_CG.sum(axis=1) > 0]
-    return float((loads_CG.max(axis=1) / loads_CG.mean(axis=1)).mean()) if len(loads_CG) else 1.0
 
 
 def save_counts(counts_MLGE: ArrayLike, path: str | os.PathLike[str], *, overwrite: bool = False) -> Path | str:

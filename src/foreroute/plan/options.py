@@ -78,16 +78,20 @@ class PlanOptions:
             raise ConfigError("traffic is on with replicas=False; it is by replicas that it is cut")
 
     @classmethod
-    def from_table(cls, values: Mapping[str, object]) -> PlanOptions:
-        """Make options of keys and values as TOML has them.
+    def from_table(cls, values: object) -> PlanOptions:
+        """Make options of a table, keys and values as TOML has them. What are options already stays as it is.
 
         Raises:
             ConfigError: for an unknown key, naming the nearest known one, and for a value that an option cannot have.
         """
+        if isinstance(values, PlanOptions):
+            return values
+        if not isinstance(values, Mapping):
+            raise ConfigError(f"it is {shown(values)}; expected a table of the planner's options")
         known = [field.name for field in fields(cls)]
         for key in values:
             if key not in known:
-                raise ConfigError(unknown_key(key, key, known))
+                raise ConfigError(unknown_key(str(key), str(key), known))
         given: dict[str, Any] = dict(values)
         if given.get("home_moves") == "all":
             given["home_moves"] = None

@@ -226,15 +226,13 @@ class Reservation:
     Attributes:
         name: of the policy.
         largest: rows of the largest buffer.
-        overflowing: share of (cell, rank) pairs whose rows do not fit.
-        overflowing_cells: share of cells with such a rank.
+        overflowing_cells: share of cells with a rank whose rows do not fit.
         dropped: share of rows that do not fit.
         unused: reserved rows that stay empty, over the rows of the step.
     """
 
     name: str
     largest: int
-    overflowing: float
     overflowing_cells: float
     dropped: float
     unused: float
@@ -246,7 +244,6 @@ class Reservation:
         return cls(
             name=name,
             largest=int(buffers.max()),
-            overflowing=float((lack_MLG > 0).mean()),
             overflowing_cells=float((lack_MLG > 0).any(axis=2).mean()),
             dropped=float(np.maximum(lack_MLG, 0).sum() / max(rows_MLG.sum(), 1)),
             unused=float(np.maximum(-lack_MLG, 0).sum() / max(rows_MLG.sum(), 1)),

@@ -35,7 +35,6 @@ def _check_share(share: float) -> float:
 
 Share = Annotated[float, AfterValidator(_check_share)]
 """From 0 to 1, or NaN: a share of nothing."""
-"""Numbers of ranks that the load of experts is stated for, as keys of JSON."""
 Loads = list[list[list[int]]]
 """Assignments [M][L][G] of every rank in every cell."""
 AlarmName = Literal["collapse", "f2", "disagreement", "stale_routes", "effective_share", "sentinel"]

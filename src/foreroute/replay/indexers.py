@@ -9,6 +9,7 @@ Letters: R rows of a batch [B, T], padding included, N packed rows, H heads, W u
 
 from __future__ import annotations
 
+import warnings
 from dataclasses import dataclass
 
 import numpy as np
@@ -109,3 +110,12 @@ def require_choices(trace: RoutingTrace, spec: IndexerSpec | None) -> None:
             f'Take them off with trace.without_streams("{INDEXER}") to replay the routes alone'
         )
     spec.check(stream, trace.offsets)
+
+
+def warn_of_choices(missing: str, advice: str) -> None:
+    """Warn that routes will be replayed without the choices of the policy's indexers."""
+    warnings.warn(
+        f"the policy has indexers of sparse attention, and {missing}: routes alone are replayed, and queries attend to "
+        f"other units than in the rollout. {advice}",
+        stacklevel=3,
+    )

@@ -11,7 +11,7 @@ with activations computed anew). Paths are relative to the file.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -114,10 +114,6 @@ def load_measurements(path: Path, topology: Topology) -> list[Measurement]:
     return measured
 
 
-Prediction = Callable[[Measurement, SimulateConfig, CostModel], float]
-"""Seconds of a measured pass, by a configuration and a cost model."""
-
-
 @dataclass(frozen=True, kw_only=True)
 class FitRecord:
     """Outcome of a fit."""
@@ -150,18 +146,8 @@ def fit_config(
     return parse_config(values, source=f"{path}, fitted"), found
 
 
-def simulated_seconds(one: Measurement, config: SimulateConfig, costs: CostModel) -> float:
-    """Seconds of one measured pass by the simulator."""
-    group = EPGroup.of(one.served, one.step, costs, overlap=config.execution.overlap)
-    return group.run()[one.pass_index].end_s
-
-
 def fit(
-    measured: Sequence[Measurement],
-    config: SimulateConfig,
-    parameters: Sequence[str] = DEFAULT_RATES,
-    *,
-    seconds_of: Prediction = simulated_seconds,
+    measured: Sequence[Measurement], config: SimulateConfig, parameters: Sequence[str] = DEFAULT_RATES
 ) -> FitRecord:
     """Fit rates of the configured hardware to measurements, by least squares of relative errors.
 
@@ -169,7 +155,6 @@ def fit(
         measured: at least as many as parameters.
         config: model, cluster and execution, and the rates to begin from.
         parameters: of `FITTABLE`, which to fit.
-        seconds_of: predicts one measurement; on other processors than GPUs something else than the simulator.
 
     Raises:
         ConfigError: when a parameter is unknown or 0, has no effect on any measurement or cannot be told from others,
@@ -186,11 +171,9 @@ def fit(
     if nothing := [name for name in parameters if value_of(costs.hardware, name) == 0]:
         raise ConfigError(f"{', '.join(nothing)} begins at 0, which no factor changes; configure a first value above 0")
     seconds_V = np.array([one.seconds for one in measured])
-    found = find_rates(
-        costs, parameters, lambda costs: predict(measured, config, costs, seconds_of), seconds_V, seconds_V
-    )
+    found = find_rates(costs, parameters, lambda costs: predict(measured, config, costs), seconds_V, seconds_V)
     require_distinct_effects(found.share_VK, parameters)
-    predicted_V = predict(measured, config, found.costs, seconds_of)
+    predicted_V = predict(measured, config, found.costs)
     errors_V = np.abs(predicted_V / seconds_V - 1)
     return FitRecord(
         hardware=found.costs.hardware,
@@ -204,11 +187,7 @@ def fit(
     )
 
 
-def predict(
-    measured: Sequence[Measurement],
-    config: SimulateConfig,
-    costs: CostModel,
-    seconds_of: Prediction = simulated_seconds,
-) -> Floats:
-    """float64 [measurements], predicted seconds."""
-    return np.array([seconds_of(one, config, costs) for one in measured])
+def predict(measured: Sequence[Measurement], config: SimulateConfig, costs: CostModel) -> Floats:
+    """float64 [measurements], simulated seconds."""
+    groups = [EPGroup.of(one.served, one.step, costs, overlap=config.execution.overlap) for one in measured]
+    return np.array([group.run()[one.pass_index].end_s for group, one in zip(groups, measured, strict=True)])

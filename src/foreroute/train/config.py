@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Field, model_validator
 
 from foreroute.costs.memory import MOST_BUDGET
-from foreroute.errors import ConfigError, shown
 from foreroute.files.config_file import (
     MOST_COUNTED,
     Count,
@@ -291,15 +289,6 @@ class CheckpointConfig(Section):
     """Last checkpoints that stay."""
 
 
-def _plan_options(values: object) -> PlanOptions:
-    """Take options, or make them of a table."""
-    if isinstance(values, PlanOptions):
-        return values
-    if not isinstance(values, Mapping):
-        raise ConfigError(f"it is {shown(values)}; expected a table of the planner's options")
-    return PlanOptions.from_table(values)
-
-
 class ParallelConfig(Section):
     """Expert parallelism under torchrun ([versions](where.md#versions)). Changes nothing that a run learns."""
 
@@ -321,7 +310,7 @@ class ParallelConfig(Section):
     """Bytes of a rank by [forecast](sizing.md#a-micro-step); an update above takes more micro-steps. 0: any."""
     timeout_s: Timeout = 600.0
     """Longest silence of a live rank."""
-    plan: Annotated[PlanOptions, BeforeValidator(_plan_options)] = PlanOptions()
+    plan: Annotated[PlanOptions, BeforeValidator(PlanOptions.from_table)] = PlanOptions()
     """The planner's [options](planner.md#what-the-planner-decides), `home_moves = 4` or `packing = "routes"`."""
 
     @model_validator(mode="after")

@@ -5,7 +5,6 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
@@ -118,17 +117,13 @@ def make_engine(run: TrainConfig, policy: hf.RoutedTransformer) -> Engine:
     from foreroute.engines import sglang, vllm
 
     served = ServedModel.of(policy)
+    if run.rl.routing != "R3":
+        served = replace(served, indexers=None)  # whose choices nothing replays
     weights = None if server.weights_folder is None else Path(server.weights_folder)
     if config.engine == "sglang":  # TrainConfig refuses it without url and weights_folder
         assert server.url is not None
         assert weights is not None
         return sglang.SGLangServerEngine(served, server.url, weights_folder=weights, timeout_s=server.timeout_s)
-    if policy.indexers is not None and run.rl.routing == "R3":
-        warnings.warn(
-            "the policy has indexers of sparse attention, and vLLM returns none of their choices: routes alone are "
-            'replayed, and queries attend to other units than in the rollout. rollout.engine = "embedded" records both',
-            stacklevel=2,
-        )
     if server.url is not None:
         return vllm.VLLMEngine(served, server.url, weights_folder=weights, timeout_s=server.timeout_s)
     settings = vllm.ServerSettings(

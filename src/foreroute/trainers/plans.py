@@ -6,6 +6,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -14,9 +15,38 @@ from numpy.typing import NDArray
 
 from foreroute.costs import CostModel
 from foreroute.ep import PlanExecution
+from foreroute.errors import shown
 from foreroute.plan import StepPlan, Topology
-from foreroute.plan.options import PassName
+from foreroute.plan.options import PRICED, PassName, PlanOptions
 from foreroute.planner import plan
+from foreroute.trainers.checks import refuse
+
+
+def plan_options(given: object, costs: CostModel | None, *, packs: bool = False) -> PlanOptions:
+    """Read the options of a trainer's plans, `PlanOptions` or a table of them.
+
+    Raises `ConfigError` for what the planner does not know, and for what a trainer that moves no homes, has no prices,
+    or does not pack by routes, cannot carry out.
+    """
+    options = PlanOptions.from_table(given)
+    unpriced = [name for name in PRICED if getattr(options, name) and costs is None]
+    refuse(
+        "the plan's options have",
+        [
+            (
+                options.home_moves != 0,
+                f"home_moves={shown(options.home_moves)}, and homes stay, where checkpoints and weight syncs look for "
+                "experts; expected 0",
+            ),
+            (not options.replicas, "replicas=False, and homes stay, so that plans are made of replicas; expected True"),
+            (bool(unpriced), f"{unpriced} on, and no prices; expected a topology file with rates, or leave them out"),
+            (
+                options.packing != "length" and not packs,
+                f"packing={options.packing!r}, and micro-batches stay as the trainer makes them; expected 'length'",
+            ),
+        ],
+    )
+    return options
 
 
 class PlannedPasses:
@@ -25,8 +55,9 @@ class PlannedPasses:
     With prices, a pass runs at homes where its plan saves too little.
     """
 
-    def __init__(self, routed: Any, topology: Topology, costs: CostModel | None) -> None:
+    def __init__(self, routed: Any, topology: Topology, costs: CostModel | None, options: PlanOptions) -> None:
         self._routed, self._topology, self._costs = routed, topology, costs
+        self._options = replace(options, packing="length")  # of micro-batches that are packed
         self._slowest: Counter[str] = Counter()
         self._all: Counter[str] = Counter()
         self._rows_off, self._replicas = 0, 0
@@ -49,7 +80,8 @@ class PlannedPasses:
         counts_MLGE = routed.gather_counts(micro_batches)
         # homes stay: checkpoints and weight syncs of the framework look for experts where it put them
         make: Callable[[], StepPlan]
-        make = partial(plan, counts_MLGE[num_at_home:], self._topology, home_LE=home_LE, costs=self._costs)
+        counts, costs = counts_MLGE[num_at_home:], self._costs
+        make = partial(plan, counts, self._topology, self._options, home_LE=home_LE, costs=costs)
         if num_at_home and is_first:
             thread = ThreadPoolExecutor(1, "foreroute-plan")
             make = thread.submit(make).result

@@ -1,6 +1,7 @@
 """The client of SGLang's server, on answers recorded from a real one."""
 
 import base64
+import warnings
 from dataclasses import replace
 from pathlib import Path
 
@@ -111,8 +112,12 @@ def test_choices_of_indexers_are_asked_for_where_the_server_returns_them(tmp_pat
         answer["meta_info"] |= {"indexer_topk": base64.b64encode(chosen.tobytes()).decode()} if enabled else {}
 
     info = {"enable_return_routed_experts": True, "enable_return_indexer_topk": enabled, "version": "0.5.23"}
-    with serving(Server(lie=with_choices, **{"/server_info": info})) as server:
+    with (
+        serving(Server(lie=with_choices, **{"/server_info": info})) as server,
+        warnings.catch_warnings(record=True, action="always") as found,
+    ):
         got = rollout(server.url, tmp_path, served=served, group_size=1)
+    assert ["--enable-return-indexer-topk" in str(each.message) for each in found] == [True] * (not enabled)
     assert dict(server.asked)["/generate"].get("return_indexer_topk", False) is enabled
     assert ("indexer" in got.trace.streams) is enabled
     if enabled:

@@ -46,6 +46,7 @@ RUNS = {
     "engine": SHARDED | {"source": lambda: rollout_with(EmbeddedEngine(policy(seed=1), "float32")), "max_steps": 1},
     "experts": SPREAD,
     "planned": PLANNED,
+    "tolerant": PLANNED | {"plan": {"tolerance": 0.9}, "max_steps": 1},
     "R2": PLANNED | {"replay": "R2", "max_steps": 1},
     "windows at home": SPREAD | TWO_ROLLOUTS_A_STEP,
     "windows": PLANNED | TWO_ROLLOUTS_A_STEP,
@@ -148,6 +149,7 @@ def test_plans_run_and_change_no_weights(results):
             assert runs[name]["logs"][0]["mismatch/disagreement"] == 0
             assert all(runs[name]["followed"])
             torch.testing.assert_close(runs[name]["weights"], runs[without]["weights"], rtol=0, atol=1e-6)
+        assert runs["tolerant"]["logs"][0]["plan/replicas"] < runs["planned"]["logs"][0]["plan/replicas"]
         off = (runs["gradients dropped"]["weights"] - runs["windows at home"]["weights"]).abs().max()
         assert off > 1e-3, "the control: gradients of replicas count"
 
@@ -225,7 +227,7 @@ def steps_of(num_iterations, accumulated, *, failing=None):
         current_gradient_accumulation_steps=accumulated,
         _buffered_inputs=[f"micro-batch {n}" for n in range(4)],
     )
-    windows = Noting(trainer, SimpleNamespace(home_LE=np.array([[0, 1]])), TOPOLOGY)
+    windows = Noting(trainer, SimpleNamespace(home_LE=np.array([[0, 1]])), TOPOLOGY, {})
     windows.noted = []
     for step in range(12):
         trainer._step = step

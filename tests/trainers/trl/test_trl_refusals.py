@@ -102,6 +102,7 @@ REFUSED = {
     # settings; under "source", what gives a rollout_func of the model
     "prompt tuning": ({"peft_config": PROMPT_TUNING}, ConfigError, "prompt and prefix tuning"),
     "not spread": ({"topology": TOPOLOGY}, AttachError, 'ep_implementation="foreroute'),
+    "plans of nothing": ({"plan": {"tolerance": 0}}, ConfigError, "plan.*topology"),
     "no old pass to stop in": ({"sentinel": "stop", **NO_OLD_PASS}, ReplayError, r"sentinel='stop'.*log-probs"),
     "no old pass": ({"replay": "R2", **NO_OLD_PASS}, ReplayError, r"nothing.*replay"),
     "own step": ({"cls": OwnStep}, ReplayError, "a training step without"),

@@ -5,6 +5,7 @@ keeps the routes of the last request alone: it has a row for each token of the t
 """
 
 import asyncio
+import warnings
 from contextlib import nullcontext
 from types import SimpleNamespace
 from unittest.mock import AsyncMock
@@ -90,6 +91,14 @@ def test_without_replay_verl_is_verl_and_the_mismatch_is_measured(group, folder,
     assert losses[1]["metrics"]["mismatch/disagreement"] == [pytest.approx(np.mean(cells))]
     for one, other in zip(plain.module.parameters(), ours.module.parameters(), strict=True):
         assert torch.equal(one.full_tensor(), other.full_tensor())
+
+
+@pytest.mark.parametrize(("replay", "times"), [("R3", 1), ("R2", 1), ("disabled", 0)])
+def test_a_policy_whose_indexers_choose_for_themselves_is_warned_of(group, folder, monkeypatch, replay, times):
+    monkeypatch.setattr(hf.RoutedTransformer, "indexers", object())
+    with warnings.catch_warnings(record=True, action="always") as found:
+        make(folder, replay)
+    assert sum("verl has no field for their choices" in str(each.message) for each in found) == times
 
 
 def test_in_the_precision_that_verl_trains_in_the_routes_are_followed_as_well(group, folder, book):

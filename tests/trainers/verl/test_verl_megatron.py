@@ -39,10 +39,11 @@ DEEP_EP, HYBRID_EP = (
 )
 HYBRID_EP |= TO_A_LENGTH  # it wants equally many tokens of every rank
 FULL = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
-BY_ROUTES = {"plans": True, "packing": "routes"}
+BY_ROUTES = {"plans": True, "plan": {"packing": "routes"}}
 BFLOAT16_RUNS = {
     "plain": {},
     "planned": {"plans": True},
+    "planned, tolerant": {"plans": True, "plan": {"tolerance": 0.9}},
     "planned, recomputed": {"plans": True, "transformer": FULL},
     "planned, offloaded": {"plans": True, "param_offload": True, "optimizer_offload": True},
     "planned, by routes": BY_ROUTES,
@@ -165,7 +166,14 @@ def test_r2_updates_take_the_routes_that_the_first_old_pass_took_by_itself(found
     assert logged[0]["mismatch/native_disagreement"] == [0.0] != logged[-1]["mismatch/native_disagreement"]
 
 
-@pytest.mark.shows("verl, Megatron engine", "`packing=routes`, with plans")
+def test_an_option_of_the_planner_reaches_its_plans(in_bfloat16):
+    logged = zip(*(in_bfloat16[name][0]["metrics"] for name in ("planned", "planned, tolerant")), strict=True)
+    for exact, tolerant in logged:
+        assert tolerant["plan/replicas"][0] < exact["plan/replicas"][0]
+        assert tolerant["plan/rows_off"] == [0.0]
+
+
+@pytest.mark.shows("verl, Megatron engine", "`plan.packing=routes`")
 def test_sequences_share_micro_steps_by_their_routes_within_the_token_budget(in_bfloat16):
     by_length, by_routes = in_bfloat16["planned"], in_bfloat16["planned, by routes"]
     for step, (before, after) in enumerate(zip(by_length[0]["metrics"], by_routes[0]["metrics"], strict=True)):
@@ -216,7 +224,7 @@ def test_on_masks_log_probs_and_gradients_are_those_of_dense_logits_and_such_pas
 @pytest.mark.shows("verl, Megatron engine", "plans without R3 or R2", refused="a plan is made of routes that are known")
 def test_settings_that_replay_or_plans_do_not_go_with_are_refused():
     dynamic = PlanningMegatronConfig(dynamic_context_parallel=True, max_seqlen_per_dp_cp_rank=64)
-    padded = PlanningMegatronConfig(packing="routes", **PADDED, pad_bshd_to_minibatch_max=False)
+    padded = PlanningMegatronConfig(plan={"packing": "routes"}, **PADDED, pad_bshd_to_minibatch_max=False)
     for config, replays, message in (
         (dynamic, True, "dynamic_context_parallel"),
         (PlanningMegatronConfig(), False, r"router_replay\.mode=R3"),

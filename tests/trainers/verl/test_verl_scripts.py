@@ -32,6 +32,7 @@ from verl.workers.utils.losses import ppo_loss
 
 from examples.verl import demo_cluster
 from foreroute.errors import ConfigError
+from foreroute.plan import PlanOptions
 from foreroute.trainers.verl import plugin
 from foreroute.trainers.verl.planning import PlanningMegatronConfig
 from foreroute.trainers.verl.plugin import require_script
@@ -47,7 +48,7 @@ LINES = {
     "megatron": [f"{MODEL}.external_lib=foreroute.trainers.verl.megatron", f"{ACTOR}.megatron.router_replay.mode=R3"],
 }
 PLANS = f"{ACTOR}.megatron._target_=foreroute.trainers.verl.planning.PlanningMegatronConfig"
-PACKED = [PLANS, f"+{ACTOR}.megatron.packing=routes"]
+PACKED = [PLANS, f"+{ACTOR}.megatron.plan.packing=routes"]
 FUSED = f"{MODEL}.use_fused_kernels=True"
 FLEX = f"+{ACTOR}.megatron.override_transformer_config.moe_token_dispatcher_type=flex"
 SIZES = [f"{ACTOR}.megatron.{name}_parallel_size=2" for name in ("tensor_model", "pipeline_model", "context")]
@@ -98,7 +99,7 @@ def composed(engine, *overrides):
 )
 @pytest.mark.shows(
     "verl, Megatron engine",
-    "`packing=routes` with `clip_cov`, `kl_cov`, `geo_mean`",
+    "`plan.packing=routes` with `clip_cov`, `kl_cov`, `geo_mean`",
     refused="their gradients depend on groups",
 )
 @pytest.mark.shows("verl, FSDP engine", "sampling masks of SGLang", refused="verl hands none on")
@@ -114,6 +115,24 @@ def test_a_script_of_verl_is_taken_as_it_stands_or_all_that_is_in_its_way_is_nam
         assert len(said.splitlines()) == len(expected) + (len(expected) > 1), said
         for each in expected:
             assert each in said
+
+
+def test_options_of_plans_are_read_and_those_that_verl_cannot_carry_out_are_refused():
+    def engine(**options):
+        lines = [f"+{ACTOR}.megatron.plan.{name}={value}" for name, value in options.items()]
+        return omega_conf_to_dataclass(composed("megatron", PLANS, *lines).actor_rollout_ref.actor).engine
+
+    found = engine(tolerance=0.5, slots="shared", packing="routes").planned_for(2)[2]
+    assert found == PlanOptions(tolerance=0.5, slots="shared", packing="routes")
+    for options, said in (
+        ({"tolerence": 0.5}, r"tolerence.*tolerance\?"),
+        ({"home_moves": "all"}, "home_moves=None.*expected 0"),
+        ({"replicas": "false", "traffic": "true"}, "traffic.*replicas"),
+        ({"packing": "tokens"}, "packing.*'tokens'"),
+    ):
+        with pytest.raises(Exception, match=said) as caught:
+            engine(**options)
+        assert isinstance(caught.value.__cause__ or caught.value, ConfigError)
 
 
 def test_verl_asks_where_it_validates_a_configuration(monkeypatch):
@@ -163,6 +182,7 @@ def test_verl_reads_the_lines_of_the_page_and_of_the_example_as_meant():
     assert isinstance(actor.engine, PlanningMegatronConfig)
     assert (actor.engine.strategy, replay_of(actor.engine)) == ("megatron", "R3")
     assert (actor.engine.redundant_slots, actor.engine.hardware) == (2, "h100")
+    assert actor.engine.planned_for(2)[2] == PlanOptions()
     # the reference is left alone
     assert config.actor_rollout_ref.ref.megatron["_target_"] == "verl.workers.config.McoreEngineConfig"
     assert config.actor_rollout_ref.ref.megatron.router_replay.mode == "disabled"

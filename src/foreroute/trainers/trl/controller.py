@@ -16,7 +16,6 @@ From the first forward of a pass to the step of the optimizer nothing here reads
 from __future__ import annotations
 
 import logging
-import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
@@ -36,6 +35,7 @@ from foreroute.errors import BatchMismatchError, EngineError, ForerouteError, Re
 from foreroute.mismatch import Suspicion
 from foreroute.plan import Topology
 from foreroute.replay import Policy, ReplayRows
+from foreroute.replay.indexers import warn_of_choices
 from foreroute.replay.rows import to_device
 from foreroute.trace import INDEXER, SAMPLING, RoutingTrace, concatenate
 from foreroute.trainers.checks import check_first_rollout, judge_together
@@ -97,7 +97,7 @@ class TrainerPassController:
     routed: RoutedTransformer  # the policy; left out where it cannot be measured
 
     def __init__(
-        self, trainer: Any, replay: Replay, topology: Topology | Cluster | None = None, sentinel: Watching = "warn"
+        self, trainer: Any, replay: Replay, topology: Topology | Cluster | None, plan: object, sentinel: Watching
     ) -> None:
         self.rollout: Rollout | None = None  # that the trainer works on
         self._trainer = trainer
@@ -121,7 +121,8 @@ class TrainerPassController:
         self.capture = RolloutCapture(trainer, attached, replay, self._guard)
         with self._guard:
             self._require_measured_everywhere()
-        self._windows = None if topology is None else PlannedWindows(trainer, self.routed, topology)
+        options = {} if plan is None else plan
+        self._windows = None if topology is None else PlannedWindows(trainer, self.routed, topology, options)
         self._sentinel = RolloutSentinel(self.routed) if replay == "R3" and sentinel != "off" else None
 
     @property
@@ -398,11 +399,10 @@ class TrainerPassController:
 
     def _warn_of_choices(self, trace: RoutingTrace) -> None:
         if self._replay == "R3" and self.routed.indexers is not None and INDEXER not in trace.streams:
-            warnings.warn(
-                "the policy has indexers of sparse attention, and the rollout has none of their choices: routes alone "
-                "are replayed, and queries attend to other units than in the rollout. Sample with TRL's generate, with "
-                "EmbeddedEngine(model, indexers=True), or return traces that have them from a rollout_func",
-                stacklevel=2,
+            warn_of_choices(
+                "the rollout has none of their choices",
+                "Sample with TRL's generate, with EmbeddedEngine(model, indexers=True), or return traces that have "
+                "them from a rollout_func",
             )
 
     def _check_first(self, trace: RoutingTrace) -> None:

@@ -17,17 +17,19 @@ from foreroute.adapters.hf.trace_rows import TraceRows
 from foreroute.costs.cluster_file import Cluster
 from foreroute.errors import ConfigError, shown
 from foreroute.plan import Topology
-from foreroute.trainers.plans import PlannedPasses
+from foreroute.trainers.plans import PlannedPasses, plan_options
 
 
 class PlannedWindows(PlannedPasses):
     """Plans of the passes of one trainer.
 
     Raises `AttachError` when foreroute does not spread the experts of the policy, and `ConfigError` for ranks, or
-    slots, that no plan can be made for.
+    slots, that no plan can be made for, and options that windows cannot carry out.
     """
 
-    def __init__(self, trainer: Any, routed: RoutedTransformer, planned_for: Topology | Cluster) -> None:
+    def __init__(
+        self, trainer: Any, routed: RoutedTransformer, planned_for: Topology | Cluster, options: object
+    ) -> None:
         if not isinstance(planned_for, Topology | Cluster):
             raise ConfigError(f"topology is {shown(planned_for)}; expected a Topology, or what load_cluster() gives")
         costs, topology, num_ranks = None, planned_for, int(routed.home_LE.max()) + 1
@@ -38,7 +40,7 @@ class PlannedWindows(PlannedPasses):
                 f"the topology has {topology.num_ranks} ranks of {topology.redundant_slots} slots; "
                 f"expected {num_ranks}, which share the experts of a layer, and slots for replicas, as homes stay"
             )
-        super().__init__(routed, topology, costs)
+        super().__init__(routed, topology, costs, plan_options(options, costs))
         self._trainer = trainer
         self._open, self._num_left, self._num_in_step = ExitStack(), 0, 0
 

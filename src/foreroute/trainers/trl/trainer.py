@@ -12,6 +12,7 @@ batch holds, and has a public door for other rollout engines. Replay stands at t
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -25,8 +26,8 @@ from transformers.integrations.liger import apply_liger_kernel
 from foreroute.adapters.checkpoint import weight_files
 from foreroute.adapters.hf.loading import load_complete
 from foreroute.costs.cluster_file import Cluster
-from foreroute.errors import AttachError, ConfigError
-from foreroute.plan import Topology
+from foreroute.errors import AttachError, ConfigError, shown
+from foreroute.plan import PlanOptions, Topology
 from foreroute.replay.arguments import require_choice
 from foreroute.trainers.checks import require_overridden
 from foreroute.trainers.sentinel import Watching
@@ -47,6 +48,7 @@ class RoutingReplay:
         topology: to run what is replayed under plans of its routes, which put replicas of busy experts on other ranks:
             of the ranks that share experts, or what `load_cluster` reads, by whose rates a pass runs at homes where
             its plan saves too little. The policy is one that was loaded with `ep_implementation="foreroute"`.
+        plan: the planner's options, `PlanOptions` or a table of them. Homes and micro-batches stay.
         sentinel: what is done under R3 about rows that do not look like those of the run so far (docs/diagnose.md):
             "warn" logs them; "drop" takes the tokens behind them out of the loss, and "stop" ends the run, both behind
             the old-log-prob pass; or "off".
@@ -56,7 +58,8 @@ class RoutingReplay:
         AttachError: when this release of TRL lacks what replay stands on, the model is not replayable, or a topology
             is given and foreroute does not spread its experts.
         ConfigError: for settings under which replay is not supported or would have no effect; not with "none". For a
-            topology with "none", of other ranks, or without slots; and for a sentinel that drops or stops without R3.
+            topology with "none", of other ranks, or without slots; for options of plans that are unknown, or
+            cannot be carried out; and for a sentinel that drops or stops without R3.
     """
 
     # TRL's trainer defines these; a mixin only sees them at run time
@@ -72,6 +75,7 @@ class RoutingReplay:
         *args: Any,
         replay: Replay = "R3",
         topology: Topology | Cluster | None = None,
+        plan: PlanOptions | Mapping[str, object] | None = None,
         sentinel: Watching = "warn",
         **kwargs: Any,
     ) -> None:
@@ -84,12 +88,14 @@ class RoutingReplay:
             )
         if topology is not None and replay == "none":
             raise ConfigError("a topology is given for plans, which are made of replayed routes; take replay='R3'")
+        if plan is not None and topology is None:
+            raise ConfigError(f"plan is {shown(plan)}, and nothing is planned without a topology; give both")
         with colocated_vllm_returns_decisions(self, replay):
             super().__init__(*args, **kwargs)
         if self.args.use_liger_kernel and replay != "none":
             # as transformers does when training starts: replay is proven on the modules that it puts in
             apply_liger_kernel(self.model, self.args.liger_kernel_config)
-        self.routing = TrainerPassController(self, replay, topology, sentinel)
+        self.routing = TrainerPassController(self, replay, topology, plan, sentinel)
 
     def _generate(self, prompts: list[Any]) -> Any:
         if not self.routing.capture.is_open:

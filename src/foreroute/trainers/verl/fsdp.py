@@ -33,6 +33,7 @@ from verl.workers.engine.fsdp import transformer_impl
 from verl.workers.engine.fsdp.transformer_impl import FSDPEngineWithLMHead
 
 from foreroute.adapters import hf
+from foreroute.replay.indexers import warn_of_choices
 from foreroute.trace import RoutingTrace, concatenate
 from foreroute.trainers.checks import check_first_rollout, refuse, require_overridden
 from foreroute.trainers.verl.packed_batch import FIELD, PackedBatch, PackedRoutes
@@ -119,6 +120,8 @@ class FSDPPasses(EnginePasses):
         # verl's fused forward returns log-probs, and those in a dictionary alone
         with patch.object(model, "forward", partial(model.forward, return_dict=True)):
             routed = hf.attach(engine.module)
+        if replay != "disabled" and routed.indexers is not None:
+            warn_of_choices("verl has no field for their choices", "TRL and foreroute train replay both")
         self._group = engine.ulysses_parallel_group  # of the ranks that share packed rows, or None
         groups = () if self._group is None else (self._group,)
         super().__init__(engine, routed, replay, sharing_groups=groups, sum_rows=partial(add_over, groups))

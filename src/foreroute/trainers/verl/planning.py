@@ -8,9 +8,9 @@ micro-batches at a time.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import ClassVar, get_args
+from typing import Any, ClassVar
 
 from verl.workers.config import McoreEngineConfig
 
@@ -18,7 +18,8 @@ from foreroute.costs import CostModel, hardware_preset
 from foreroute.costs.cluster_file import load_cluster
 from foreroute.errors import ConfigError
 from foreroute.plan import Topology
-from foreroute.plan.options import PackingRule
+from foreroute.plan.options import PackingRule, PlanOptions
+from foreroute.trainers.plans import plan_options
 from foreroute.trainers.verl.registry import refuse_what_engines_pass_over
 
 
@@ -30,7 +31,7 @@ class PlanningMegatronConfig(McoreEngineConfig):
 
         actor_rollout_ref.actor.megatron._target_=foreroute.trainers.verl.planning.PlanningMegatronConfig
 
-    Its own keys are set with a `+`, such as `+actor_rollout_ref.actor.megatron.redundant_slots=4`.
+    Its own keys are set with a `+`, such as `+actor_rollout_ref.actor.megatron.plan.tolerance=0`.
 
     Attributes:
         asks_for_plans: what engines without plans are refused by.
@@ -38,19 +39,25 @@ class PlanningMegatronConfig(McoreEngineConfig):
         hardware: a name of `foreroute.costs.hardware_preset`; its nodes and links are planned for.
         topology: instead of both, a topology file, by whose rates recompute and update are executed by the plan or at
             homes.
-        packing: "length" leaves micro-batches as verl makes them. With "routes" their sequences change places before
-            each plan, so that fewer weights are fetched; the first micro-batch waits for that.
+        plan: a table of the planner's options, as `PlanOptions` has them. Homes stay. `packing` "length" leaves
+            micro-batches as verl makes them; with "routes" their sequences change places before each plan, so that
+            fewer weights are fetched, and the first micro-batch waits for that.
 
     Raises:
-        ConfigError: when a rank is to host no replica, no such hardware is known, the file cannot be read, or there is
-            no such packing, or none by routes for these sizes of groups.
+        ConfigError: when a rank is to host no replica, no such hardware is known, the file cannot be read, an option is
+            unknown or cannot be carried out, or there is no packing by routes for these sizes of groups.
     """
 
     asks_for_plans: ClassVar[bool] = True
     redundant_slots: int = 2
     hardware: str = "h100"
     topology: str | None = None
-    packing: str = "length"
+    plan: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def packing(self) -> PackingRule:
+        """What sequences are packed by."""
+        return PlanOptions.from_table(self.plan).packing
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -59,8 +66,6 @@ class PlanningMegatronConfig(McoreEngineConfig):
                 f"redundant_slots is {self.redundant_slots}; expected 1 or more: homes stay, so plans are made of "
                 "replicas. To train without plans, leave out the line that names PlanningMegatronConfig"
             )
-        if self.packing not in get_args(PackingRule):
-            raise ConfigError(f"packing is {self.packing!r}; expected {' or '.join(get_args(PackingRule))}")
         of_data = self.tensor_model_parallel_size * self.context_parallel_size
         expert_tensor = self.expert_tensor_parallel_size or self.tensor_model_parallel_size
         of_experts = self.expert_model_parallel_size * expert_tensor
@@ -72,14 +77,16 @@ class PlanningMegatronConfig(McoreEngineConfig):
                 f"{of_experts} the experts of a layer (expert times expert tensor parallel); expected one to be a "
                 "multiple of the other. Take the packing length"
             )
-        self.planned_for(1)  # raises here, on the driver too, for hardware or a file that nobody can plan for
+        self.planned_for(1)  # raises here, on the driver too, for what nobody can plan for or carry out
 
-    def planned_for(self, num_ranks: int) -> tuple[Topology, CostModel | None]:
-        """Return what plans of this many ranks are made for, and their prices, if there are any."""
+    def planned_for(self, num_ranks: int) -> tuple[Topology, CostModel | None, PlanOptions]:
+        """Return what plans of this many ranks are made for, their prices, if there are any, and their options."""
         if self.topology is None:
-            return hardware_preset(self.hardware).topology(num_ranks, self.redundant_slots), None
-        cluster = load_cluster(Path(self.topology))
-        return cluster.topology, replace(cluster.costs, paths="direct")
+            topology, costs = hardware_preset(self.hardware).topology(num_ranks, self.redundant_slots), None
+        else:
+            cluster = load_cluster(Path(self.topology))
+            topology, costs = cluster.topology, replace(cluster.costs, paths="direct")
+        return topology, costs, plan_options(self.plan, costs, packs=True)
 
 
 # a worker builds this configuration before its engine; the driver builds it too, and makes no engine
