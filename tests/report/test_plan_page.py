@@ -19,7 +19,6 @@ from foreroute.report.plan import plan_finding, plan_table, plan_tiles, ways_tab
 from foreroute.simulate.balancers import BalancerInput
 from foreroute.simulate.compare import TimedPlan, compare_plan
 from foreroute.simulate.methods import BALANCERS
-from foreroute.simulate.ways import Way
 from tests.plan.random_plans import LINKS, random_counts, random_plan
 from tests.report.pages import rows_of, text_of
 
@@ -174,16 +173,25 @@ def test_homes_that_move_are_a_cost_of_the_step(moves_s, begins, speedup):
     assert cells(plan_table(found), "moves")["Speedup over static, home moves too"].startswith("0.80")
 
 
+LABELS = {
+    "static": "as it is",
+    "packing": "packed by routes",
+    "homes": "packed by routes, homes moved",
+    "plan": "the plan",
+}
+
+
 def ways_of(**step_s):
     """Each way by its seconds; what moves is of the last two."""
     reached = {"static": 1.55, "packing": 1.49, "homes": 1.026, "plan": 1.0}
     return tuple(
-        Way(
+        replace(
+            priced(case().methods[0], seconds - 0.25 * (name == "homes")),
             name=name,
+            label=LABELS[name],
             imbalance=reached[name],
-            passes_s=seconds - 0.25 * (name == "homes"),
             moves_s=0.25 * (name == "homes"),
-            moved_bytes=2.43e9 * (name == "homes"),
+            home_bytes=2.43e9 * (name == "homes"),
             fetched_bytes=1.1e9 * (name == "plan"),
         )
         for name, seconds in step_s.items()
@@ -205,7 +213,7 @@ def test_what_is_enough_is_marked_among_the_ways(seconds, enough):
     assert [row.cells[0] for row in table.rows if row.strong] == [enough]
     shown = [cell.replace("\N{NO-BREAK SPACE}", " ") for cell in table.rows[2].cells]
     assert shown[:2] + shown[3:] == ["packed by routes, homes moved", "1.026", "250 ms", "2.43 GB", ""]
-    assert shown[2] == f"{seconds['homes'] - 0.25:.3g} s"
+    assert shown[2] == f"{seconds['homes'] - 0.25:.2f} s"
 
 
 ALIKE = "If the next steps route alike, "

@@ -16,6 +16,7 @@ from foreroute.layout import pack_sequences
 from foreroute.plan import PlanOptions, save_counts, save_plan
 from foreroute.planner import plan
 from foreroute.simulate import parse_config, simulate
+from foreroute.simulate.balancers import BalancerInput
 from foreroute.simulate.fit import Measurement, fit, load_measurements, predict
 from foreroute.simulate.steps import group_steps
 from foreroute.testing.routes import synthetic_trace
@@ -116,7 +117,8 @@ def steps(config, rates=RATES):
         counts = rng.multinomial(400 * (1 + number % 4), rng.dirichlet(np.full(8, 0.5 + number % 3)), (2, 4, 4))
         found = plan(counts.astype(np.int32), topology, PlanOptions(slots="shared")) if number % 2 else None
         stage = "update" if number % 3 else "recompute"
-        measured.append(Measurement.of(f"step {number}", counts.astype(np.int32), found, topology, stage, 1.0))
+        step = BalancerInput(counts.astype(np.int32), topology, topology.contiguous_home_LE(4, 8))
+        measured.append(Measurement.of(f"step {number}", step, found, stage, 1.0))
     seconds = predict(measured, config, costs)
     return [replace(one, seconds=float(s)) for one, s in zip(measured, seconds, strict=True)]
 
@@ -148,7 +150,7 @@ def line(**changes):
 
 def test_measurements_are_read_from_lines(folder):
     (folder / "m.jsonl").write_text(f"{line()}\n\n{line(plan=None, pass_name='recompute', seconds=0.25)}\n")
-    planned, at_home = load_measurements(folder / "m.jsonl", small_config().described().topology)
+    planned, at_home = load_measurements(folder / "m.jsonl", small_config().described())
     assert (planned.pass_index, planned.seconds) == (1, 0.5)
     assert (at_home.pass_index, at_home.seconds, at_home.name) == (0, 0.25, "counts.safetensors, recompute")
     assert len(at_home.served.passes[0].expert_R) == 0 < len(planned.served.passes[0].expert_R)
@@ -166,4 +168,4 @@ def test_measurements_are_read_from_lines(folder):
 def test_bad_measurements_are_refused_with_their_number(folder, text, error, message):
     (folder / "m.jsonl").write_text(text)
     with pytest.raises(error, match=message):
-        load_measurements(folder / "m.jsonl", small_config().described().topology)
+        load_measurements(folder / "m.jsonl", small_config().described())
