@@ -20,7 +20,7 @@ from foreroute.errors import ConfigError, InputError, PlanError, shown
 from foreroute.files.writing import check_writable, writing_named
 from foreroute.layout import Packing
 from foreroute.plan import KnownRows, PlanOptions, StepPlan, known_rows, save_plan, verify
-from foreroute.plan.counts import COUNTS_FILE, FEW_ENTRIES, MOST_ASSIGNMENTS, load_counts
+from foreroute.plan.counts import COUNTS_FILE, FEW_ENTRIES, MOST_ASSIGNMENTS, tokens_digest
 from foreroute.plan.options import PASS_NAMES, PassName
 from foreroute.plan.plan_file import PLAN_FILE
 from foreroute.plan.received_rows import unrouted_tokens
@@ -38,7 +38,7 @@ from foreroute.report.plan import (
 )
 from foreroute.simulate.compare import compare_plan, timed_plan
 from foreroute.simulate.methods import BALANCERS
-from foreroute.simulate.step_files import TOKEN_BUDGET, RecordedStep, StepFiles, packed, read_step, read_traces
+from foreroute.simulate.step_files import TOKEN_BUDGET, RecordedStep, StepFiles, read_step
 from foreroute.simulate.ways import ways_to_level
 
 
@@ -72,7 +72,8 @@ def run_plan(
     with working("planning", console, total=cells, unit="cells") as work:
         found = timed_plan(problem, options, work.advance)
     # counts do not say which sequences they are of; executors refuse a plan of other tokens by this digest
-    found = replace(found, plan=replace(found.plan, packing=problem.packing, tokens_digest=problem.tokens_digest))
+    tokens = tokens_digest(problem.traces) if problem.traces else ""
+    found = replace(found, plan=replace(found.plan, packing=problem.packing, tokens_digest=tokens))
     console.print(shown_facts(found.why))
     with working("verifying and writing the plan", console), writing_named(output, PlanError):
         # nothing that breaks a rule of plans is ever written, whatever planned it
@@ -103,7 +104,10 @@ def run_plan(
     tables: tuple[Table, ...] = ()
     if rows:
         with working("counting the rows of ranks", console):
-            rows_before = None if before is None else _rows_before(problem, before, cluster.costs, token_budget)
+            rows_before = None
+            if before is not None:  # packed as this one, by length
+                read = read_step(before, cluster.topology, cluster.costs, token_budget=token_budget)
+                rows_before = known_rows(read.traces or read.counts_MLGE, problem.home_LE, packing=read.packing)
             tables = tuple(_rows_tables(problem, found.plan, cluster.costs, rows_before))
         for table in tables:
             console.print(shown_table(table))
@@ -122,11 +126,7 @@ def run_plan(
 
 
 def _read(
-    paths: Sequence[Path],
-    cluster: Cluster,
-    options: PlanOptions,
-    previous: Sequence[Path],
-    token_budget: int | None,
+    paths: Sequence[Path], cluster: Cluster, options: PlanOptions, previous: Sequence[Path], token_budget: int | None
 ) -> tuple[RecordedStep, StepFiles | None]:
     """Read the step, and give the files of the step before; what a file is is told by its content."""
     # experts are at the homes of the plan before; EPLB balances by the loads of the step before
@@ -241,15 +241,6 @@ def _rows_tables(step: RecordedStep, plan: StepPlan, costs: CostModel, before: K
         known = known_rows(step.counts_MLGE, plan.in_pass(passes[0]), top_k=top_k, native_MG=native_MG)
         served = f"{'at homes' if at_home else 'under the plan'}: {' and '.join(passes)}"
         yield rows_table(known.policies(before), served)
-
-
-def _rows_before(step: RecordedStep, before: StepFiles, costs: CostModel, token_budget: int | None) -> KnownRows:
-    """Count the rows at homes of the step before, packed as this one."""
-    if isinstance(before, Path):
-        return known_rows(load_counts(before), step.home_LE)
-    read = read_traces(before)
-    packing = packed(read, token_budget or TOKEN_BUDGET, step.topology.num_ranks, costs)
-    return known_rows(read, step.home_LE, packing=packing)
 
 
 def _step_files(paths: Sequence[Path]) -> StepFiles:

@@ -22,14 +22,15 @@ ATTENTION, ALL_TO_ALL, EXPERTS, FIXED, EXPOSED = range(5)
 
 
 def slowest_attention(
-    counts_XGE: NDArray[np.integer], costs: CostModel, squares_XG: NDArray[np.integer] | None = None
+    counts_XGE: NDArray[np.integer], costs: CostModel, squares_MG: NDArray[np.integer] | None = None
 ) -> NDArray[np.float64]:
     """float64 [..., 2], seconds of the slowest rank's attention in a forward and in a backward pass of cells.
 
-    `squares_XG` are as in `CostModel.attention_seconds`.
+    `squares_MG` are sums of squared lengths of sequences where these are known, of counts [M, L, G, E].
     """
     # a rank has K assignments for each of its tokens
     tokens_XG = counts_XGE.sum(axis=-1) / costs.model.top_k
+    squares_XG = None if squares_MG is None else squares_MG[:, None]
     of_passes = [costs.attention_seconds(tokens_XG, squares_XG, one).max(axis=-1) for one in (FORWARD, BACKWARD)]
     return np.stack(of_passes, axis=-1)
 
@@ -44,7 +45,7 @@ def step_parts(
 ) -> NDArray[np.float64]:
     """float64 [2, 5], seconds of `PASS_NAMES` and `PART_NAMES` of a step, cell by cell of counts [M, L, G, E].
 
-    `squares_MG` are sums of squared lengths of sequences, where these are known.
+    `squares_MG` are as in `slowest_attention`.
 
     Raises `PlanError` for hosts of other counts.
 
@@ -53,8 +54,7 @@ def step_parts(
     """
     counts = np.ascontiguousarray(counts_MLGE, np.int32)
     # no placement of experts changes attention, so it is priced once for all cells
-    attention_ML2 = slowest_attention(counts, costs, None if squares_MG is None else squares_MG[:, None])
-    return parts_of_cells(hosts, counts, attention_ML2, costs.prices(topology, slots))
+    return parts_of_cells(hosts, counts, slowest_attention(counts, costs, squares_MG), costs.prices(topology, slots))
 
 
 def parts_of_cells(
@@ -82,13 +82,12 @@ def least_seconds(
 ) -> NDArray[np.float64]:
     """float64 [M, L], seconds of recompute and update of every cell that no plan of counts [M, L, G, E] can beat.
 
-    `squares_MG` are as in `step_parts`. How little a link must carry when slots are few is not bounded, so where
+    `squares_MG` are as in `slowest_attention`. How little a link must carry when slots are few is not bounded, so where
     traffic is most of the time, no plan comes near.
     """
     prices = costs.prices(topology)
     # no placement of experts changes attention
-    attention_ML2 = slowest_attention(counts_MLGE, costs, None if squares_MG is None else squares_MG[:, None])
-    passes_ML2 = attention_ML2 + least_expert_seconds(counts_MLGE, costs)
+    passes_ML2 = slowest_attention(counts_MLGE, costs, squares_MG) + least_expert_seconds(counts_MLGE, costs)
     passes_ML2 += prices.layer_s + 2 * prices.latency_s
     passes_2 = prices.groups[:, 1:].sum(axis=0)
     seconds_ML: NDArray[np.float64] = passes_ML2 @ passes_2

@@ -47,10 +47,6 @@ class PackedSequences:
         """Count the assignments of micro-steps and ranks: int32 [M, L, G, E]."""
         return np.ascontiguousarray(self.packing.sums(self.counts_SLE).swapaxes(1, 2), np.int32)
 
-    def squares_MG(self) -> NDArray[np.int64]:
-        """Sum the squared lengths of micro-steps and ranks: int64 [M, G]."""
-        return self.packing.sums(self.lengths_S**2)
-
     def packed_for(self, home_LE: NDArray[np.integer]) -> PackedSequences:
         """Exchange sequences, so that experts at these homes are level."""
         packing = exchange_sequences(

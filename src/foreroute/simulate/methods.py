@@ -80,7 +80,7 @@ class HomesAlone:
         else:
             packed, home_LE = problem.sequences().with_homes(topology, home_LE)
         if packed is not None:
-            problem = replace(problem, counts_MLGE=packed.counts_MLGE(), squares_MG=packed.squares_MG())
+            problem = problem.packed_as(packed)
         found = plan(problem.counts_MLGE, topology, PlanOptions(replicas=False), home_LE=home_LE)
         return problem, replace(found, previous_home_LE=problem.home_LE.astype(np.int16))
 
@@ -146,8 +146,8 @@ class ServedStep:
     def of(cls, plan: StepPlan, step: BalancerInput, planning_s: float = 0.0) -> ServedStep:
         """As executors serve a plan of this step."""
         recompute, update = (plan.in_pass(pass_name).hosts for pass_name in PASS_NAMES)
-        passes = recompute, update
-        return cls(step.counts_MLGE, plan.previous_home_LE, plan.slots, passes, planning_s, step.squares_MG)
+        given = step.counts_MLGE, plan.previous_home_LE, plan.slots, (recompute, update)
+        return cls(*given, planning_s, step.squares_MG)
 
     @property
     def home_LE(self) -> NDArray[np.int16]:

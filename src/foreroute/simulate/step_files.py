@@ -47,12 +47,10 @@ class RecordedStep(BalancerInput):
     Attributes:
         traces: of the step; none where there are counts alone.
         packing: the rank and micro-step of each of their sequences.
-        tokens_digest: of their tokens, by which an executor knows the step.
     """
 
     traces: Sequence[RoutingTrace] = ()
     packing: Packing | None = None
-    tokens_digest: str = ""
 
 
 def read_step(
@@ -83,7 +81,7 @@ def read_step(
         InputError: for files that cannot be read, are of another model or of other ranks, or, as those of the step
             before, of the step itself.
     """
-    traces, packing, squares_MG, sequences, digest_of_tokens = list[RoutingTrace](), None, None, None, ""
+    traces, packing, squares_MG, sequences, previous_LE = list[RoutingTrace](), None, None, None, None
     if isinstance(files, Path):
         top_k = costs.model.top_k if whole_tokens else None
         counts_MLGE = check_counts(load_counts(files), num_ranks=topology.num_ranks, top_k=top_k)
@@ -91,39 +89,31 @@ def read_step(
         _warn_of_odd_counts(counts_MLGE, costs.model.top_k, files)
         home_LE = _homes(plan_before, topology, counts_MLGE.shape[1::2], counts_digest(counts_MLGE))
     else:
-        traces = read_traces(files)
-        spec, budget, digest_of_tokens = traces[0].spec, token_budget or TOKEN_BUDGET, tokens_digest(traces)
+        traces = _read_traces(files)
+        spec, budget = traces[0].spec, token_budget or TOKEN_BUDGET
         spec.require_alike("a plan", "in Python, save trace.select_layers of those of one size, and plan that")
         _check_model(costs, (spec.num_layers, spec.num_experts), spec.top_k, ", ".join(map(str, files)))
         _warn_of_missing_rows(traces)
-        home_LE = _homes(plan_before, topology, (spec.num_layers, spec.num_experts), digest_of_tokens)
+        home_LE = _homes(plan_before, topology, (spec.num_layers, spec.num_experts), tokens_digest(traces))
         # the packing becomes part of a plan: the trainer must cut the step as it was planned
-        packing = packed(traces, budget, topology.num_ranks, costs)
+        packing = _packed(traces, budget, topology.num_ranks, costs)
         counts_MLGE = check_counts(packed_counts(traces, packing))
         if options.packing == "routes":
             # for the homes that the step will have, as far as counts by length say them
             there_LE = home_LE
             if options.home_moves != 0:
                 there_LE = place_homes(counts_MLGE, topology, home_LE, max_moves=options.home_moves)
-            packing = packed(traces, budget, topology.num_ranks, costs, home_LE=there_LE)
+            packing = _packed(traces, budget, topology.num_ranks, costs, home_LE=there_LE)
             counts_MLGE = check_counts(packed_counts(traces, packing))
         squares_MG = packing.sums(_lengths(traces) ** 2)
-        sequences = partial(packed_sequences, traces, packing, budget, costs)
-    return RecordedStep(
-        counts_MLGE,
-        topology,
-        home_LE,
-        previous_LE=None if before is None else _loads_before(before, counts_MLGE, traces),
-        costs=costs,
-        squares_MG=squares_MG,
-        sequences=sequences,
-        traces=traces,
-        packing=packing,
-        tokens_digest=digest_of_tokens,
-    )
+        sequences = partial(_packed_sequences, traces, packing, budget, costs)
+    if before is not None:
+        previous_LE = _loads_before(before, counts_MLGE, traces)
+    step = counts_MLGE, topology, home_LE, previous_LE, costs, squares_MG, sequences
+    return RecordedStep(*step, traces=traces, packing=packing)
 
 
-def read_traces(paths: Sequence[Path]) -> list[RoutingTrace]:
+def _read_traces(paths: Sequence[Path]) -> list[RoutingTrace]:
     """Read the traces of one step, and so of one model. Raises `InputError` for a trace that is there twice."""
     traces = [load(path) for path in paths]
     path_of: dict[str, Path] = {}
@@ -225,7 +215,7 @@ def _loads_before(
         first, loads_LE = files, load_counts(files).sum(axis=(0, 2), dtype=np.int64)
     else:
         first, own, parts = files[0], {digest(trace) for trace in traces}, list[NDArray[np.int64]]()
-        for path, trace in zip(files, read_traces(files), strict=True):
+        for path, trace in zip(files, _read_traces(files), strict=True):
             if len(trace) and digest(trace) in own:
                 raise InputError(f"{path} holds sequences of the step itself; give those of the step before")
             parts.append(count_assignments(trace, np.zeros(len(trace), np.int64)).sum(axis=0))
@@ -244,7 +234,7 @@ def _loads_before(
     return loads_LE
 
 
-def packed(
+def _packed(
     traces: Sequence[RoutingTrace],
     budget: int,
     num_ranks: int,
@@ -261,7 +251,7 @@ def packed(
     return pack_sequences(lengths_S, num_ranks, budget, square_cost=square_cost, counts=counts, homes=home_LE)
 
 
-def packed_sequences(
+def _packed_sequences(
     traces: Sequence[RoutingTrace], packing: Packing, budget: int, costs: CostModel
 ) -> PackedSequences:
     """Count the sequences of all traces, which lie so."""

@@ -38,17 +38,14 @@ def ways_to_level(
         served = replace(all_at_home(replace(step, home_LE=homes_LE)), before_LE=home_LE)
         return record_of(served, topology, costs, name=name, label=label)
 
-    def packed_step(packed: PackedSequences) -> BalancerInput:
-        return replace(problem, counts_MLGE=packed.counts_MLGE(), squares_MG=packed.squares_MG())
-
     yield way("static", "as it is", problem)
     if sequences is None:
         placed_LE = place_homes(problem.counts_MLGE, topology, home_LE, max_moves=max_moves)
         yield way("homes", "homes moved", problem, placed_LE)
     else:
-        yield way("packing", "packed by routes", packed_step(sequences.packed_for(home_LE)))
+        yield way("packing", "packed by routes", problem.packed_as(sequences.packed_for(home_LE)))
         packed, placed_LE = sequences.with_homes(topology, home_LE, max_moves=max_moves)
-        yield way("homes", "packed by routes, homes moved", packed_step(packed), placed_LE)
+        yield way("homes", "packed by routes, homes moved", problem.packed_as(packed), placed_LE)
     # without gains nothing is decided: both passes are those of the plan
     planned = ServedStep.of(replace(found, gains={}), problem)
     yield record_of(planned, topology, costs, name="plan", label="the plan")
