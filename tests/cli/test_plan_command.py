@@ -136,18 +136,12 @@ def test_what_is_reached_with_less_than_the_plan(files, tmp_path):
 
 def test_attention_is_priced_by_the_lengths_of_the_sequences(files, tmp_path):
     """By loops, of all that the page compares."""
-    traces = sorted(files.glob("step-*.safetensors"))
-    step = read(files, traces)
-    sequences = [(trace, s) for trace in map(fr.load, traces) for s in range(len(trace))]
-    attention_s = 0.0
+    step = read(files, traces := sorted(files.glob("step-*.safetensors")))
+    lengths_S, attention_s = np.concatenate([fr.load(path).lengths for path in traces]), 0.0
     for m in range(step.packing.num_micro_steps):
-        of_ranks = []
-        for g in range(4):
-            held = [sequences[s] for s in step.packing.sequences(m, g)]
-            routed = sum(trace.valid_N[slice(*trace.offsets[s : s + 2])].sum() for trace, s in held)
-            squares = sum(int(trace.lengths[s]) ** 2 for trace, s in held)
-            of_ranks.append(step.costs.attention_seconds(np.array(routed), np.array(squares)))
-        attention_s += 3 * max(of_ranks)
+        held = [lengths_S[step.packing.sequences(m, rank)] for rank in range(4)]
+        # no last token has a route
+        attention_s += 3 * max(step.costs.attention_seconds(sum(own - 1), sum(own**2)) for own in held)
     found, static = timed_plan(step, PlanOptions(home_moves=2)), {"static": BALANCERS["static"]}
     compared, level = compare_plan(found, step, static), compare_plan(found, replace(step, squares_MG=None), static)
     ways = [way for way in ways_to_level(found.plan, step, step.costs, None) if way.name != "homes"]

@@ -17,20 +17,19 @@ from foreroute.plan.hosts import HOSTS, Hosts
 from foreroute.plan.options import PASS_NAMES, SlotSharing
 from foreroute.plan.topology import Topology
 
+Squares = NDArray[np.integer] | None
+"""[M, G], sums of squared lengths of the sequences that are counted; None where lengths are not known."""
 PART_NAMES = ("attention", "all-to-all", "experts", "fixed", "exposed transfers")
 ATTENTION, ALL_TO_ALL, EXPERTS, FIXED, EXPOSED = range(5)
 
 
 def slowest_attention(
-    counts_XGE: NDArray[np.integer], costs: CostModel, squares_MG: NDArray[np.integer] | None = None
+    counts_XGE: NDArray[np.integer], costs: CostModel, squares_MG: Squares = None
 ) -> NDArray[np.float64]:
-    """float64 [..., 2], seconds of the slowest rank's attention in a forward and in a backward pass of cells.
-
-    `squares_MG` are sums of squared lengths of sequences where these are known, of counts [M, L, G, E].
-    """
+    """float64 [..., 2], seconds of the slowest rank's attention in a forward and in a backward pass of cells."""
     # a rank has K assignments for each of its tokens
     tokens_XG = counts_XGE.sum(axis=-1) / costs.model.top_k
-    squares_XG = None if squares_MG is None else squares_MG[:, None]
+    squares_XG = None if squares_MG is None else squares_MG[:, None]  # the same tokens pass all layers
     of_passes = [costs.attention_seconds(tokens_XG, squares_XG, one).max(axis=-1) for one in (FORWARD, BACKWARD)]
     return np.stack(of_passes, axis=-1)
 
@@ -41,11 +40,9 @@ def step_parts(
     topology: Topology,
     costs: CostModel,
     slots: SlotSharing = "layer",
-    squares_MG: NDArray[np.integer] | None = None,
+    squares_MG: Squares = None,
 ) -> NDArray[np.float64]:
     """float64 [2, 5], seconds of `PASS_NAMES` and `PART_NAMES` of a step, cell by cell of counts [M, L, G, E].
-
-    `squares_MG` are as in `slowest_attention`.
 
     Raises `PlanError` for hosts of other counts.
 
@@ -75,15 +72,12 @@ _parts = compiled(
 
 
 def least_seconds(
-    counts_MLGE: NDArray[np.integer],
-    topology: Topology,
-    costs: CostModel,
-    squares_MG: NDArray[np.integer] | None = None,
+    counts_MLGE: NDArray[np.integer], topology: Topology, costs: CostModel, squares_MG: Squares = None
 ) -> NDArray[np.float64]:
     """float64 [M, L], seconds of recompute and update of every cell that no plan of counts [M, L, G, E] can beat.
 
-    `squares_MG` are as in `slowest_attention`. How little a link must carry when slots are few is not bounded, so where
-    traffic is most of the time, no plan comes near.
+    How little a link must carry when slots are few is not bounded, so where traffic is most of the time, no plan comes
+    near.
     """
     prices = costs.prices(topology)
     # no placement of experts changes attention

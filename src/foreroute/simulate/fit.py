@@ -87,8 +87,8 @@ def load_measurements(path: Path, cluster: Cluster) -> list[Measurement]:
     """Read a file of measurements.
 
     Raises:
-        ConfigError: when the file is missing or no JSON, or a measurement has unknown keys or wrong values; with the
-            number of its line.
+        ConfigError: when the file is missing or no JSON, or a measurement has unknown keys or wrong values, or is of
+            another model; with the number of its line.
         CountsError, PlanError: when counts or plans are damaged, or do not fit each other.
     """
     measured = []

@@ -177,7 +177,7 @@ def _warn_of_odd_counts(counts_MLGE: NDArray[np.int32], top_k: int, source: Path
 
 
 def _check_model(costs: CostModel, shape: tuple[int, ...], top_k: int, source: str) -> None:
-    """Refuse a description of another model than that of the files, of so many layers and experts."""
+    """Refuse a description of another model than that of the files; `shape` are their layers and experts."""
     model, (num_layers, num_experts) = costs.model, shape
     if (model.num_experts, model.top_k) != (num_experts, top_k) or model.num_layers < num_layers:
         raise ConfigError(
