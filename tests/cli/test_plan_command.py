@@ -13,7 +13,7 @@ import foreroute as fr
 from foreroute.costs.cluster_file import load_cluster
 from foreroute.layout import pack_sequences
 from foreroute.plan import PlanOptions, Topology, load_plan, save_plan, verify
-from foreroute.plan.counts import packed_counts, save_counts
+from foreroute.plan.counts import packed_counts, save_counts, tokens_digest
 from foreroute.planner.homes import place_homes
 from foreroute.report.format import size, step_time
 from foreroute.simulate.compare import compare_plan, timed_plan
@@ -175,6 +175,7 @@ def test_traces_are_packed_by_length_or_by_routes_for_the_homes_of_the_step(file
     assert "16 sequences by routes" in plan(f"{given} --overwrite --set packing=routes --set home_moves=3", files).said
     made = load_plan(output)
     verify(made, step.counts_MLGE, PlanOptions(home_moves=3))
+    assert made.tokens_digest == tokens_digest(loaded)
     assert np.array_equal(made.packing.micro_step_S, step.packing.micro_step_S)
 
 

@@ -80,6 +80,26 @@ def test_ones_own_traces_are_simulated(tmp_path):
     assert found.facts["workload"] == ", ".join(config.workload.traces)
 
 
+@pytest.mark.parametrize(
+    ("workload", "error", "words"),
+    [
+        ({"counts": "odd"}, CountsError, "micro-step 0.*top_k 2"),
+        ({"counts": "trace"}, CountsError, "trace"),
+        ({"traces": ["even"]}, InputError, "even"),
+        ({"counts": "wide"}, ConfigError, "top-2 of 8 .*wide has 2 .*of 16"),
+        ({"counts": "even", "previous_counts": "wide"}, CountsError, "wide .*same model"),
+    ],
+)
+def test_files_that_are_no_step_of_the_model_are_refused(tmp_path, monkeypatch, workload, error, words):
+    monkeypatch.chdir(tmp_path)
+    fr.save(synthetic_trace(spec_of(num_layers=2), [20, 30], seed=0), "trace")
+    even = np.full((1, 2, 4, 8), 2)
+    for name, counts in (("even", even), ("odd", even + (np.arange(8) == 3)), ("wide", even.repeat(2, axis=3))):
+        save_counts(counts, name)
+    with pytest.raises(error, match=words):
+        simulate(parse_config(small_values() | {"workload": workload}, source="here"))
+
+
 WIDE = {"num_experts": 32_768, "num_layers": 1000}
 
 
