@@ -140,7 +140,7 @@ def _budget(rows_S: Ints, places: int) -> int:
 def _at_homes(steps: list[tuple[Ints, Ints]], ranks: int, micro_steps: int) -> dict[str, float]:
     """Place experts for each step, from blocks, and pack it for these homes and for those of the step before."""
     topology, given = HARDWARE["h100"].topology(ranks, 0), []
-    blocks_LE = np.tile(topology.contiguous_home_E(steps[0][0].shape[2]), (steps[0][0].shape[1], 1))
+    blocks_LE = topology.contiguous_home_LE(*steps[0][0].shape[1:])
     for counts_SLE, rows_S in steps:
         budget = _budget(rows_S, ranks * micro_steps)
         packing = pack_sequences(rows_S, ranks, budget, square_cost=SQUARE)

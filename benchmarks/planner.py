@@ -71,7 +71,7 @@ def _cell(
     counts: Ints, previous_LE: NDArray[np.int64], costs: CostModel, repeats: int, sampled: int
 ) -> tuple[dict[str, Any], dict[str, Any]]:
     topology = costs.hardware.topology(counts.shape[2], 2)
-    contiguous = np.tile(topology.contiguous_home_E(counts.shape[3]), (counts.shape[1], 1))
+    contiguous = topology.contiguous_home_LE(*counts.shape[1::2])
     homes = {"contiguous": contiguous, "relocated": place_homes(counts, topology, contiguous)}
     figures: dict[str, Any] = {}
     for mode, (tolerance, slots) in MODES.items():
@@ -111,7 +111,7 @@ def _mode(
     repeats: int,
     sampled: int,
 ) -> dict[str, float]:
-    cells = counts.shape[0] * counts.shape[1]
+    cells, step = counts.shape[0] * counts.shape[1], BalancerInput(counts, topology, home_LE)
     found: dict[str, StepPlan] = {}
     records: dict[str, MethodRecord] = {}
     us: dict[str, float] = {}
@@ -123,7 +123,7 @@ def _mode(
 
         found[slots] = planned()
         us[slots] = quickest(planned, repeats) * 1e6 / cells
-        records[slots] = figures_of(found[slots], counts, costs, label=slots, planning_s=us[slots] * cells / 1e6)
+        records[slots] = figures_of(found[slots], step, costs, label=slots, planning_s=us[slots] * cells / 1e6)
     empty, kept = records["shared"], records["layer"]
     figures = {
         "mean": empty.imbalance,
@@ -163,7 +163,7 @@ def _against_eplb(
     """
     found = plan(counts, topology, PlanOptions(tolerance=0.0), home_LE=home_LE)
     cells = counts.shape[0] * counts.shape[1]
-    contiguous_LE = np.tile(topology.contiguous_home_E(counts.shape[3]), (counts.shape[1], 1))
+    contiguous_LE = topology.contiguous_home_LE(*counts.shape[1::2])
     problem = BalancerInput(counts, topology, contiguous_LE)
     eplb = list(eplb_micro_step(problem))
     fast_us = quickest(lambda: list(eplb_micro_step(problem)), repeats) * 1e6 / cells
@@ -194,8 +194,8 @@ def _traffic(name: str, costs: CostModel, *, quick: bool) -> dict[str, float]:
         priced = replace(costs, sequence_tokens=min(4096.0, float(tokens)))
         balanced, _ = _planned(counts, PlanOptions(slots="shared", traffic=False, pay_off=False), 2, priced)
         short, us = _planned(counts, PlanOptions(slots="shared", traffic=True, pay_off=False), 8, priced)
-        seconds = [figures_of(one, counts, priced, label="", planning_s=0.0).training_s for one in (balanced, short)]
         problem = BalancerInput(counts, short.topology, short.home_LE)
+        seconds = [figures_of(one, problem, priced, label="", planning_s=0.0).training_s for one in (balanced, short)]
         (laer,) = compare(problem, priced, {"laer": OTHER_BALANCERS["laer"]})
         suffix = "" if label == "8k" else f"_{label}"
         figures[f"time_gain{suffix}"] = round(seconds[0] / seconds[1], 4)

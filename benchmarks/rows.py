@@ -96,7 +96,7 @@ def _policies(name: str, layers: int) -> tuple[dict[str, Any], int]:
     workload = replace(WORKLOADS[name], num_layers=layers)
     counts, before = (workload.draw(seed=0, step=step).counts() for step in (1, 0))
     topology = costs_of(workload.num_experts).hardware.topology(workload.num_ranks, 2)
-    home_LE = np.tile(topology.contiguous_home_E(workload.num_experts), (layers, 1))
+    home_LE = topology.contiguous_home_LE(layers, workload.num_experts)
     found, wrong = {}, 0
     for way in WAYS:
         options = PlanOptions(replicas=way == "plans")

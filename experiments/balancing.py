@@ -68,7 +68,7 @@ def balanced(steps: Steps) -> dict[str, dict[str, float]]:
     cluster = parse_config(values, source="the experiments").described()
     records: dict[str, list[MethodRecord]] = {}
     for before, counts in pairwise(steps):
-        home_LE = np.tile(cluster.topology.contiguous_home_E(counts.shape[3]), (counts.shape[1], 1))
+        home_LE = cluster.topology.contiguous_home_LE(*counts.shape[1::2])
         problem = BalancerInput(counts, cluster.topology, home_LE, before.sum(axis=(0, 2), dtype=np.int64))
         found = list(compare(problem, cluster.costs, baselines(before)))
         # a slot for every expert that a rank does not own: no limit at all
@@ -76,7 +76,7 @@ def balanced(steps: Steps) -> dict[str, dict[str, float]]:
         free_llep = {"llep_free": OTHER_BALANCERS["llep"]}
         found += compare(replace(problem, topology=free), cluster.costs, free_llep)
         exact: StepPlan = plan(counts, cluster.topology, PlanOptions(tolerance=0.0), home_LE=home_LE)
-        found.append(figures_of(exact, counts, cluster.costs, label="foreroute_exact", planning_s=0.0))
+        found.append(figures_of(exact, problem, cluster.costs, label="foreroute_exact", planning_s=0.0))
         for record in found:
             records.setdefault(record.name, []).append(record)
     return {

@@ -19,6 +19,7 @@ from foreroute.plan import StepPlan
 from foreroute.plan.capabilities import FetchPath
 from foreroute.plan.options import PassName
 from foreroute.simulate import SimulateConfig, parse_config
+from foreroute.simulate.balancers import BalancerInput
 from foreroute.simulate.engine import PassWork
 from foreroute.simulate.ep_group import EPGroup
 from foreroute.simulate.fit import Measurement
@@ -190,5 +191,6 @@ def processes_config(
 
 
 def _measurement(one: TimedStep, pass_name: PassName) -> Measurement:
-    seconds = one.seconds.get(pass_name, 1.0)
-    return Measurement.of(one.name, one.counts_MLGE, one.plan, one.plan.topology, pass_name, seconds)
+    topology, counts_MLGE = one.plan.topology, one.counts_MLGE
+    step = BalancerInput(counts_MLGE, topology, topology.contiguous_home_LE(*counts_MLGE.shape[1::2]))
+    return Measurement.of(one.name, step, one.plan, pass_name, one.seconds.get(pass_name, 1.0))

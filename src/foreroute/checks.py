@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any, TypeGuard
 
 import numpy as np
@@ -34,14 +35,23 @@ def whole_number(
     return int(value)
 
 
-def check_number(value: object, *, name: str, least: float = 0, most: float, error: type[InputError]) -> None:
-    """Refuse what is no number from `least` to `most`, and what is not above 0."""
+def check_number(
+    value: object,
+    *,
+    name: str,
+    least: float = 0,
+    most: float = math.inf,
+    below: float | None = None,
+    error: type[InputError],
+) -> None:
+    """Refuse what is no number from `least` to `most`, above 0; or, with `below`, from 0 to below that."""
     unit = next((f"{unit}, " for ending, unit in UNITS.items() if name.endswith(ending)), "")
     if isinstance(value, bool) or not isinstance(value, int | float | np.integer | np.floating):
         raise error(f"{name} is {shown(value)}; expected {unit}a number")
     # written so that NaN is refused
-    if not (value > 0 and least <= value <= most):
+    if not (value > 0 and least <= value <= most if below is None else 0 <= value < below):
         span = f"{least:g} to {most:g}" if least else f"more than 0, and {most:g} at most"
+        span = span if below is None else f"0 to below {below:g}"
         raise error(f"{name} is {shown(value)}; expected {unit}{span}")
 
 

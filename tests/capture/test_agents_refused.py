@@ -65,7 +65,7 @@ REFUSED = {
     "mask of another": (
         skycap,
         {"masks": True, "change_arrays": put(199, *MASK, 0)},
-        "was sampled and is not in its",
+        "leave out.*position",
     ),
     "a mask less": (
         skycap,

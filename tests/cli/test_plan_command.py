@@ -4,17 +4,22 @@ import html
 import re
 import shutil
 import warnings
+from dataclasses import replace
 
 import numpy as np
 import pytest
 
 import foreroute as fr
-from foreroute.cli.plan import read_step, run_plan
+from foreroute.costs.cluster_file import load_cluster
 from foreroute.layout import pack_sequences
 from foreroute.plan import PlanOptions, Topology, load_plan, save_plan, verify
-from foreroute.plan.counts import packed_counts, save_counts
+from foreroute.plan.counts import packed_counts, save_counts, tokens_digest
 from foreroute.planner.homes import place_homes
-from foreroute.report.format import size
+from foreroute.report.format import size, step_time
+from foreroute.simulate.compare import compare_plan, timed_plan
+from foreroute.simulate.methods import BALANCERS
+from foreroute.simulate.step_files import read_step
+from foreroute.simulate.ways import ways_to_level
 from foreroute.testing.routes import synthetic_trace
 from tests.cli.command import CLUSTER, foreroute, refused
 from tests.plan.random_plans import LINKS
@@ -26,6 +31,12 @@ pytestmark = pytest.mark.usefixtures("unpainted")
 
 def plan(words, folder):
     return foreroute("plan", *words.split(), cwd=folder, columns=80)
+
+
+def read(folder, paths, token_budget=40, **options):
+    cluster = load_cluster(folder / "cluster.toml")
+    options = PlanOptions(**options)
+    return read_step(paths, cluster.topology, cluster.costs, token_budget=token_budget, options=options)
 
 
 def counts(seed=0):
@@ -68,7 +79,7 @@ def test_counts_that_no_step_has_are_told(files, tmp_path, change, told):
     save_counts(change(counts()), tmp_path / "counts.safetensors")
     with warnings.catch_warnings(record=True) as found:
         warnings.simplefilter("always")
-        read_step(files / "cluster.toml", [tmp_path / "counts.safetensors"])
+        read(files, tmp_path / "counts.safetensors")
     assert [bool(re.search(told, str(each.message))) for each in found] == [True] * bool(told)
 
 
@@ -109,31 +120,48 @@ def slowest_over_mean(counts_MLGE, home_LE):
 def test_what_is_reached_with_less_than_the_plan(files, tmp_path):
     """Of traces packed by routes, and homes moved: the figures by loops."""
     traces, home_LE = sorted(files.glob("step-*.safetensors")), np.tile(np.arange(8) // 2, (3, 1))
-    step = read_step(files / "cluster.toml", traces, token_budget=40)
-    both, moved_LE = step.sequences.with_homes(step.topology, home_LE)
-    model, output = step.cluster.costs.model, tmp_path / "a.safetensors"
+    step = read(files, traces)
+    both, moved_LE = step.sequences().with_homes(step.topology, home_LE)
+    model, output = step.costs.model, tmp_path / "a.safetensors"
     given = f"{' '.join(path.name for path in traces)} --token-budget 40"
     result = plan(f"{given} --topology cluster.toml --no-baselines --output {output}", files)
     found = dict(re.findall(r"^(\w[\w, ]*\w) {2,}(\d.*)$", result.stdout, re.MULTILINE))
     assert found["as it is"].split()[0] == slowest_over_mean(step.counts_MLGE, home_LE)
-    packed = step.sequences.packed_for(home_LE).counts_MLGE()
+    packed = step.sequences().packed_for(home_LE).counts_MLGE()
     assert found["packed by routes"].split()[0] == slowest_over_mean(packed, home_LE)
     assert found["packed by routes, homes moved"].split()[0] == slowest_over_mean(both.counts_MLGE(), moved_LE)
     moved = (moved_LE != home_LE).sum() * model.expert_parameters * (model.weight_bytes + 12) / 4
     assert [label for label, line in found.items() if size(moved) in line] == ["packed by routes, homes moved"]
 
 
+def test_attention_is_priced_by_the_lengths_of_the_sequences(files, tmp_path):
+    """By loops, of all that the page compares."""
+    step = read(files, traces := sorted(files.glob("step-*.safetensors")))
+    lengths_S, attention_s = np.concatenate([fr.load(path).lengths for path in traces]), 0.0
+    for m in range(step.packing.num_micro_steps):
+        held = [lengths_S[step.packing.sequences(m, rank)] for rank in range(4)]
+        # no last token has a route
+        attention_s += 3 * max(step.costs.attention_seconds(sum(own - 1), sum(own**2)) for own in held)
+    found, static = timed_plan(step, PlanOptions(home_moves=2)), {"static": BALANCERS["static"]}
+    compared, level = compare_plan(found, step, static), compare_plan(found, replace(step, squares_MG=None), static)
+    ways = [way for way in ways_to_level(found.plan, step, step.costs, None) if way.name != "homes"]
+    assert [one.recompute_parts["attention"] for one in (*compared.methods, *ways)] == pytest.approx([attention_s] * 4)
+    without, bounds = level.methods[0].training_s, (level.least_s, compared.least_s)
+    assert compared.methods[0].training_s - without == pytest.approx(bounds[1] - bounds[0]) != 0
+    given = f"--topology cluster.toml --token-budget 40 --no-baselines --output {tmp_path / 'a.safetensors'}"
+    shown = plan(f"{' '.join(path.name for path in traces)} {given}", files).said.replace("\N{NO-BREAK SPACE}", " ")
+    assert f" {step_time(compared.methods[0].training_s)} ".replace("\N{NO-BREAK SPACE}", " ") in shown
+
+
 def test_traces_are_packed_by_length_or_by_routes_for_the_homes_of_the_step(files, tmp_path):
     traces = sorted(files.glob("step-*.safetensors"))
     loaded = [fr.load(path) for path in traces]
-    by_length = read_step(files / "cluster.toml", traces, token_budget=40)
-    assert "16 sequences by length, at most 40 tokens" in by_length.facts["packing"]
-    lengths, costs = np.concatenate([trace.lengths for trace in loaded]), by_length.cluster.costs
-    packing = pack_sequences(lengths, 4, 40, square_cost=costs.square_cost)
+    by_length = read(files, traces)
+    lengths = np.concatenate([trace.lengths for trace in loaded])
+    packing = pack_sequences(lengths, 4, 40, square_cost=by_length.costs.square_cost)
     assert np.array_equal(by_length.counts_MLGE, packed_counts(loaded, packing))
     for moves in (0, 3):
-        options = PlanOptions(packing="routes", home_moves=moves)
-        step = read_step(files / "cluster.toml", traces, token_budget=40, options=options)
+        step = read(files, traces, packing="routes", home_moves=moves)
         home_LE = place_homes(by_length.counts_MLGE, step.topology, step.home_LE, max_moves=moves)
         found = step.packing.certificate
         loads_MLE = step.counts_MLGE.sum(axis=2)
@@ -141,13 +169,13 @@ def test_traces_are_packed_by_length_or_by_routes_for_the_homes_of_the_step(file
         assert found.slowest == np.einsum("mle,leg->mlg", loads_MLE, onto_LEG).max(axis=2).sum()
         assert found.slowest < found.by_length
         assert np.array_equal(step.counts_MLGE, packed_counts(loaded, step.packing))
-        assert step.tokens_digest == by_length.tokens_digest
-        assert "16 sequences by routes" in step.facts["packing"]
-    output = tmp_path / "plan.safetensors"
-    run = {"baselines": False, "overwrite": False, "rows": False, "step": traces, "token_budget": 40}
-    run_plan(files / "cluster.toml", options, output, **run)
+    named, output = " ".join(path.name for path in traces), tmp_path / "plan.safetensors"
+    given = f"{named} --topology cluster.toml --token-budget 40 --no-baselines --output {output}"
+    assert "16 sequences by length, at most 40 tokens" in plan(given, files).said
+    assert "16 sequences by routes" in plan(f"{given} --overwrite --set packing=routes --set home_moves=3", files).said
     made = load_plan(output)
-    verify(made, step.counts_MLGE, options)
+    verify(made, step.counts_MLGE, PlanOptions(home_moves=3))
+    assert made.tokens_digest == tokens_digest(loaded)
     assert np.array_equal(made.packing.micro_step_S, step.packing.micro_step_S)
 
 
@@ -159,10 +187,10 @@ def test_traces_of_other_weights_than_the_first_are_warned_of(files, tmp_path):
     for name, trace in told.items():
         fr.save(trace, tmp_path / name)
     with pytest.warns(UserWarning, match=r"7 .*versions \[7\], others under \[6\]"):
-        read_step(files / "cluster.toml", [tmp_path / "6", tmp_path / "7"], token_budget=40)
+        read(files, [tmp_path / "6", tmp_path / "7"])
     with warnings.catch_warnings():
         warnings.simplefilter("error")  # by way of "mixed"
-        read_step(files / "cluster.toml", [tmp_path / each for each in ("6", "7", "mixed")], token_budget=40)
+        read(files, [tmp_path / each for each in ("6", "7", "mixed")])
 
 
 def test_rows_that_were_not_recorded_are_told(files, tmp_path):
@@ -176,7 +204,7 @@ def test_rows_that_were_not_recorded_are_told(files, tmp_path):
     fr.save(fr.RoutingTrace.from_sequences(trace.spec, tokens, routes), tmp_path / "gaps")
     gaps = sum(min(2, len(rows) - 1) for rows in routes)
     with pytest.warns(UserWarning, match=rf"{gaps} of {sum(trace.lengths)} tokens .* have no routes"):
-        read_step(files / "cluster.toml", [tmp_path / "gaps"], token_budget=40)
+        read(files, [tmp_path / "gaps"])
 
 
 @grid(
@@ -190,7 +218,7 @@ def test_rows_that_were_not_recorded_are_told(files, tmp_path):
         ("counts.safetensors --previous two.safetensors", "is a plan of [2, 8] layers and experts on 2 ranks"),
         ("step-000000.safetensors --previous step-000000.safetensors", "sequences of the step itself"),
         ("step-000000.safetensors other.safetensors", "other.safetensors"),
-        ("deep.safetensors", "describes 48 routed layers with top-2 of 8 experts, the input has 49"),
+        ("deep.safetensors", "describes 48 routed layers with top-2 of 8 experts, deep.safetensors has 49"),
     ],
     quick=4,
 )

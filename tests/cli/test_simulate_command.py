@@ -62,7 +62,7 @@ def test_rates_are_fitted_first(run, tmp_path):
     measure(tmp_path)
     result = run("config.toml", "--fit", "measured.jsonl", "--rate", "gemm_flops_per_s", "--output", "out")
     config = load_config(tmp_path / "config.toml")
-    measured = load_measurements(tmp_path / "measured.jsonl", config.described().topology)
+    measured = load_measurements(tmp_path / "measured.jsonl", config.described())
     found = fit(measured, config, ["gemm_flops_per_s"])
     resolved = json.loads((tmp_path / "out" / "config.json").read_text())
     assert resolved["hardware"] == {"preset": "h100", **found.parameters}

@@ -202,7 +202,7 @@ def test_figures_equal_the_slow_oracle(num_ranks, ranks_per_node):
 def test_the_estimate_of_deduplicated_rows_is_near_the_count_of_routes():
     """Under the homes alone: each token to a node once, and there to a rank once."""
     rng, topology, cluster, node = np.random.default_rng(1), HARDWARE["h100"].topology(16, 0), 0, 0
-    width, home_E, rank_T = topology.ranks_per_node, topology.contiguous_home_E(128), np.arange(8000) % 16
+    width, home_E, rank_T = topology.ranks_per_node, topology.contiguous_home_LE(1, 128)[0], np.arange(8000) % 16
     ids_TK = np.argsort(rng.gumbel(size=(8000, 128)) + rng.normal(size=128), axis=1)[:, -8:]
     counts_MLGE = np.zeros((1, 1, 16, 128), int)
     np.add.at(counts_MLGE[0, 0], (rank_T[:, None], ids_TK), 1)

@@ -224,10 +224,11 @@ def test_the_unrouted_last_token_may_be_left_out():
         ([2], [[[0, 1], [2, 3]]], "2 sequences and the trace has 1"),
         ([2], [[[0.0, 1.0]]], r"expected integers \[B, T\]"),
         ([2], [[[0, 1]], [[1, 1, 1]]], "attention_mask has shape"),
-        ([2], [[[0, 1]], [[1, 2]]], "of zeros and ones"),
+        ([2], [[[0, 1]], [[1, 2]]], "0 and 1 alone"),
         ([2], [[[0, 9]]], "sequence 0, position 1.*9.*1"),
         ([2], [np.zeros((0, 2), int)], "0 sequences .* the trace has 1"),
-        *(([2], [[[0, 1]], None, starts], r"expected bool \(1, 2\)") for starts in ([[0.5, 1]], [[True]], [[2, 0]])),
+        *(([2], [[[0, 1]], None, starts], "0 and 1 alone") for starts in ([[0.5, 1]], [[2, 0]])),
+        ([2], [[[0, 1]], None, [[True]]], r"expected \(1, 2\)"),
         ([2], [[[0, 1]], None, [[False, True]]], "sequence"),
     ],
 )

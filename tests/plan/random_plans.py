@@ -33,7 +33,7 @@ def random_plan(counts_MLGE, topology, *, seed=0, moves=0, keep=0.5, homes=None,
     rng, order = np.random.default_rng(seed), np.random.default_rng((seed, 1))
     keep = 0.0 if sharing == "shared" else keep
     num_micro_steps, num_layers, num_ranks, num_experts = counts_MLGE.shape
-    before_LE = np.stack([rng.permutation(topology.contiguous_home_E(num_experts)) for _ in range(num_layers)])
+    before_LE = np.stack([rng.permutation(topology.contiguous_home_LE(1, num_experts)[0]) for _ in range(num_layers)])
     before_LE = before_LE if homes is None else homes
     home_LE = before_LE.copy()
     for home_E in home_LE:

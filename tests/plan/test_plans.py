@@ -236,7 +236,7 @@ def _is_valid_cell(plan, counts, held, m, layer):
 @pytest.mark.parametrize(
     ("wrong", "message"),
     [
-        ({"tolerance": 1}, "tolerance is 1; expected a share"),
+        ({"tolerance": 1}, "tolerance is 1; expected 0 to below 1"),
         ({"threads": True}, "threads is True; expected a whole number from 1 to"),
         ({"slots": "both"}, "slots is 'both'; expected 'layer' or 'shared'"),
         ({"packing": "tokens"}, "packing is 'tokens'; expected 'length' or 'routes'"),

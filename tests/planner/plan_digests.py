@@ -61,7 +61,7 @@ def random_case(seed: int) -> tuple[PlanOptions, StepPlan]:
     skew, most = int(rng.choice([1, 2, 4])), int(rng.choice([3, 200, 5000]))
     taste = rng.integers(0, 64, (micro_steps, layers, 1, experts)) ** skew
     counts = taste * rng.integers(0, 8, (micro_steps, layers, ranks, experts)) * most // 64**skew
-    homes = np.stack([rng.permutation(topology.contiguous_home_E(experts)) for _ in range(layers)])
+    homes = np.stack([rng.permutation(topology.contiguous_home_LE(1, experts)[0]) for _ in range(layers)])
     return options, plan(counts, topology, options, home_LE=homes if seed % 2 else None)
 
 

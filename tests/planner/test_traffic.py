@@ -114,7 +114,7 @@ def test_near_the_best_of_all_steps(ranks, slots):
         links = replace(LINKS, cluster_bytes_per_s=(45e9, 10e9, 2e9)[seed % 3])
         topology = Topology(ranks, 1, slots, links)
         costs = replace(COSTS, dispatcher=("copies", "dedup")[seed % 2])
-        alone = [CellPlan.homes_only(topology.contiguous_home_E(6), ranks)] * len(counts_MGE)
+        alone = [CellPlan.homes_only(topology.contiguous_home_LE(1, 6)[0], ranks)] * len(counts_MGE)
         found = _window(counts_MGE, topology, costs).against_traffic(alone, 2.0)
         found_s, static_s = (
             sum(_seconds(cell, counts_GE, topology, costs) for cell, counts_GE in zip(cells, counts_MGE, strict=True))

@@ -19,7 +19,6 @@ from foreroute.report.plan import plan_finding, plan_table, plan_tiles, ways_tab
 from foreroute.simulate.balancers import BalancerInput
 from foreroute.simulate.compare import TimedPlan, compare_plan
 from foreroute.simulate.methods import BALANCERS
-from foreroute.simulate.ways import Way
 from tests.plan.random_plans import LINKS, random_counts, random_plan
 from tests.report.pages import rows_of, text_of
 
@@ -178,12 +177,13 @@ def ways_of(**step_s):
     """Each way by its seconds; what moves is of the last two."""
     reached = {"static": 1.55, "packing": 1.49, "homes": 1.026, "plan": 1.0}
     return tuple(
-        Way(
+        replace(
+            priced(case().methods[0], seconds - 0.25 * (name == "homes")),
             name=name,
+            label=f"the {name}",
             imbalance=reached[name],
-            passes_s=seconds - 0.25 * (name == "homes"),
             moves_s=0.25 * (name == "homes"),
-            moved_bytes=2.43e9 * (name == "homes"),
+            home_bytes=2.43e9 * (name == "homes"),
             fetched_bytes=1.1e9 * (name == "plan"),
         )
         for name, seconds in step_s.items()
@@ -193,9 +193,9 @@ def ways_of(**step_s):
 @pytest.mark.parametrize(
     ("seconds", "enough"),
     [
-        ({"static": 2.0, "packing": 1.99, "homes": 1.99, "plan": 1.981}, "as it is"),
-        ({"static": 2.0, "packing": 1.9, "homes": 1.9, "plan": 1.89}, "packed by routes"),
-        ({"static": 2.0, "packing": 1.9, "homes": 1.5, "plan": 1.49}, "packed by routes, homes moved"),
+        ({"static": 2.0, "packing": 1.99, "homes": 1.99, "plan": 1.981}, "the static"),
+        ({"static": 2.0, "packing": 1.9, "homes": 1.9, "plan": 1.89}, "the packing"),
+        ({"static": 2.0, "packing": 1.9, "homes": 1.5, "plan": 1.49}, "the homes"),
         ({"static": 2.0, "packing": 1.9, "homes": 1.5, "plan": 1.24}, "the plan"),
     ],
 )
@@ -204,8 +204,8 @@ def test_what_is_enough_is_marked_among_the_ways(seconds, enough):
     table = ways_table(ways)
     assert [row.cells[0] for row in table.rows if row.strong] == [enough]
     shown = [cell.replace("\N{NO-BREAK SPACE}", " ") for cell in table.rows[2].cells]
-    assert shown[:2] + shown[3:] == ["packed by routes, homes moved", "1.026", "250 ms", "2.43 GB", ""]
-    assert shown[2] == f"{seconds['homes'] - 0.25:.3g} s"
+    assert shown[:2] + shown[3:] == ["the homes", "1.026", "250 ms", "2.43 GB", ""]
+    assert shown[2] == f"{seconds['homes'] - 0.25:.2f} s"
 
 
 ALIKE = "If the next steps route alike, "

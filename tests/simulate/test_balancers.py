@@ -31,7 +31,7 @@ def problem(seed, *, ranks=8, per_node=4, experts=16, slots=2, micro_steps=3, la
     weight = rng.pareto(1.0, (micro_steps, layers, 1, experts)) * skew + rng.random((1, 1, 1, experts))
     counts = rng.poisson(np.broadcast_to(weight * 8, shape)) * (rng.random(shape) < 0.9)
     topology = Topology(ranks, per_node, slots, LINKS)
-    home = np.stack([rng.permutation(topology.contiguous_home_E(experts)) for _ in range(layers)])
+    home = np.stack([rng.permutation(topology.contiguous_home_LE(1, experts)[0]) for _ in range(layers)])
     return BalancerInput(counts, topology, home, counts.sum(axis=(0, 2)) + 1, COSTS)
 
 
@@ -170,8 +170,8 @@ def test_figures_by_hand(name):
     given = with_an_empty_cell()
     if name == "a plan":
         found = random_plan(given.counts_MLGE, given.topology, seed=1, moves=4)
-        record = figures_of(found, given.counts_MLGE, COSTS, label=name, planning_s=0.5)
-        served = ServedStep.of(found, given.counts_MLGE)
+        record = figures_of(found, given, COSTS, label=name, planning_s=0.5)
+        served = ServedStep.of(found, given)
         assert (record.name, record.label, record.planning_s) == (name, name, 0.5)
     else:
         (record,) = compare(given, COSTS, {name: BALANCERS[name]})
@@ -208,7 +208,7 @@ def test_a_pass_that_gains_too_little_is_that_of_homes(at_home):
     found = replace(found, gains=gains, priced_paths="direct")
     resting = replace(found, gains=dict.fromkeys(PASS_NAMES, 0.0)).in_pass("update")  # every expert at its home
     whole, homes = (
-        figures_of(one, given.counts_MLGE, COSTS, label="", planning_s=0.0)
+        figures_of(one, given, COSTS, label="", planning_s=0.0)
         for one in (replace(found, gains={}), found.in_pass("update") if "update" in at_home else resting)
     )
     assert whole.training_s != homes.training_s

@@ -16,6 +16,7 @@ from foreroute.layout import pack_sequences
 from foreroute.plan import PlanOptions, save_counts, save_plan
 from foreroute.planner import plan
 from foreroute.simulate import parse_config, simulate
+from foreroute.simulate.balancers import BalancerInput
 from foreroute.simulate.fit import Measurement, fit, load_measurements, predict
 from foreroute.simulate.steps import group_steps
 from foreroute.testing.routes import synthetic_trace
@@ -80,6 +81,26 @@ def test_ones_own_traces_are_simulated(tmp_path):
     assert found.facts["workload"] == ", ".join(config.workload.traces)
 
 
+@pytest.mark.parametrize(
+    ("workload", "error", "words"),
+    [
+        ({"counts": "odd"}, CountsError, "micro-step 0.*top_k 2"),
+        ({"counts": "trace"}, CountsError, "trace"),
+        ({"traces": ["even"]}, InputError, "even"),
+        ({"counts": "wide"}, ConfigError, "top-2 of 8 .*wide has 2 .*of 16"),
+        ({"counts": "even", "previous_counts": "wide"}, CountsError, "wide .*same model"),
+    ],
+)
+def test_files_that_are_no_step_of_the_model_are_refused(tmp_path, monkeypatch, workload, error, words):
+    monkeypatch.chdir(tmp_path)
+    fr.save(synthetic_trace(spec_of(num_layers=2), [20, 30], seed=0), "trace")
+    even = np.full((1, 2, 4, 8), 2)
+    for name, counts in (("even", even), ("odd", even + (np.arange(8) == 3)), ("wide", even.repeat(2, axis=3))):
+        save_counts(counts, name)
+    with pytest.raises(error, match=words):
+        simulate(parse_config(small_values() | {"workload": workload}, source="here"))
+
+
 WIDE = {"num_experts": 32_768, "num_layers": 1000}
 
 
@@ -117,7 +138,8 @@ def steps(config, rates=RATES):
         counts = rng.multinomial(400 * (1 + number % 4), rng.dirichlet(np.full(8, 0.5 + number % 3)), (2, 4, 4))
         found = plan(counts.astype(np.int32), topology, PlanOptions(slots="shared")) if number % 2 else None
         stage = "update" if number % 3 else "recompute"
-        measured.append(Measurement.of(f"step {number}", counts.astype(np.int32), found, topology, stage, 1.0))
+        step = BalancerInput(counts.astype(np.int32), topology, topology.contiguous_home_LE(4, 8))
+        measured.append(Measurement.of(f"step {number}", step, found, stage, 1.0))
     seconds = predict(measured, config, costs)
     return [replace(one, seconds=float(s)) for one, s in zip(measured, seconds, strict=True)]
 
@@ -149,7 +171,7 @@ def line(**changes):
 
 def test_measurements_are_read_from_lines(folder):
     (folder / "m.jsonl").write_text(f"{line()}\n\n{line(plan=None, pass_name='recompute', seconds=0.25)}\n")
-    planned, at_home = load_measurements(folder / "m.jsonl", small_config().described().topology)
+    planned, at_home = load_measurements(folder / "m.jsonl", small_config().described())
     assert (planned.pass_index, planned.seconds) == (1, 0.5)
     assert (at_home.pass_index, at_home.seconds, at_home.name) == (0, 0.25, "counts.safetensors, recompute")
     assert len(at_home.served.passes[0].expert_R) == 0 < len(planned.served.passes[0].expert_R)
@@ -167,4 +189,4 @@ def test_measurements_are_read_from_lines(folder):
 def test_bad_measurements_are_refused_with_their_number(folder, text, error, message):
     (folder / "m.jsonl").write_text(text)
     with pytest.raises(error, match=message):
-        load_measurements(folder / "m.jsonl", small_config().described().topology)
+        load_measurements(folder / "m.jsonl", small_config().described())

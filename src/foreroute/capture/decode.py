@@ -21,7 +21,7 @@ from foreroute.capture.recognition import Form, RawSequence, have_all, read_outp
 from foreroute.capture.sampling_masks import decode_masks
 from foreroute.checks import MOST_INT32, as_array, as_int32, is_whole, whole_number
 from foreroute.errors import CaptureError, TraceContentError, shown
-from foreroute.trace import NO_VERSION, SAMPLING, IndexerSpec, LayerKind, RoutingSpec, RoutingTrace
+from foreroute.trace import NO_VERSION, IndexerSpec, LayerKind, RoutingSpec, RoutingTrace
 from foreroute.trace.checks import recorded_rows
 
 
@@ -145,7 +145,7 @@ def _decode(
     refuse_frozen_rows(trace)
     warn_of_unused_experts(trace)
     if have_all([raw.sampling_mask for raw in sequences], "sampling mask"):
-        trace = trace.with_stream(SAMPLING, decode_masks(sequences, tokens, vocabulary_size))
+        trace = decode_masks(trace, sequences, vocabulary_size)
     choices = [raw.indexer_topk for raw in sequences]
     if have_all(choices, "choices of indexers"):
         trace = with_indexer_choices(trace, choices, indexers)

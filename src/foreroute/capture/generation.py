@@ -9,14 +9,13 @@ import math
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from numbers import Real
 from pathlib import Path
 from typing import Any, cast
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from foreroute.checks import MOST_INT32, as_array, as_numbers, whole_number
+from foreroute.checks import MOST_INT32, as_array, as_numbers, check_number, whole_number
 from foreroute.errors import ConfigError, TraceContentError, TraceFileError, shown
 from foreroute.mismatch.measures import MOST_LOGPROB
 from foreroute.trace import RoutingTrace, concatenate
@@ -51,16 +50,11 @@ class Sampling:
         for name, least in (("max_new_tokens", 1), ("end_token", -1), ("group_size", 1), ("top_k", 0)):
             value = whole_number(getattr(self, name), name=name, least=least, most=MOST_INT32, error=ConfigError)
             object.__setattr__(self, name, value)
+        check_number(self.top_p, name="top_p", most=1, error=ConfigError)
+        for name, below in (("temperature", math.inf), ("min_p", 1)):
+            check_number(getattr(self, name), name=name, below=below, error=ConfigError)
         for name in ("temperature", "top_p", "min_p"):
-            given: object = getattr(self, name)
-            if isinstance(given, bool) or not isinstance(given, Real):
-                raise ConfigError(f"{name} is {shown(given)}; expected a number")
-            object.__setattr__(self, name, float(given))
-        if not 0 <= self.temperature < math.inf:
-            raise ConfigError(f"temperature is {shown(self.temperature)}; expected a number of 0 or more")
-        for name, possible in (("top_p", 0 < self.top_p <= 1), ("min_p", 0 <= self.min_p < 1)):
-            if not possible:
-                raise ConfigError(f"{name} is {shown(getattr(self, name))}; expected a part of the probability, 0 to 1")
+            object.__setattr__(self, name, float(getattr(self, name)))
         if self.truncates and not self.temperature:
             raise ConfigError("a temperature of 0 takes the most probable token; leave top_k, top_p and min_p out")
 

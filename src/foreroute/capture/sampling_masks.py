@@ -16,54 +16,47 @@ from numpy.typing import NDArray
 from foreroute.capture.arrays import field_of, items_of
 from foreroute.capture.recognition import RawSequence
 from foreroute.errors import CaptureError, TraceContentError, shown
-from foreroute.trace import DecisionStream
+from foreroute.mismatch.decisions import misplaced_masks
+from foreroute.trace import SAMPLING, DecisionStream, RoutingTrace
 
 
 def decode_masks(
-    sequences: Sequence[RawSequence],  # as they were found, each with its masks
-    tokens: Sequence[NDArray[np.int32]],  # [T] of each, prompt and response
+    trace: RoutingTrace,
+    sequences: Sequence[RawSequence],  # of the trace, as they were found, each with its masks
     vocabulary_size: int | None,  # tokens of the model; None when it is not known
-) -> DecisionStream:
+) -> RoutingTrace:
     """Read the masks of all sequences: row p holds the set that token p + 1 was drawn from."""
     if vocabulary_size is None:
         raise CaptureError(
             "the output has sampling masks, and the size of the vocabulary is not known; pass vocabulary_size="
         )
-    tokens_N, ids, end = np.concatenate(tokens), [], 0
-    valid_N, counts_N = np.zeros(len(tokens_N), np.bool_), np.zeros(len(tokens_N), np.int64)
-    for s, (raw, own) in enumerate(zip(sequences, tokens, strict=True)):
-        counts_R, flat = _sets(raw, s, len(own))
-        end += len(own)
+    valid_N, counts_N, ids = np.zeros(trace.num_rows, np.bool_), np.zeros(trace.num_rows, np.int64), []
+    for s, (raw, end) in enumerate(zip(sequences, trace.offsets[1:], strict=True)):
+        counts_R, flat = _sets(raw, s, int(trace.lengths[s]))
         here = slice(end - 1 - len(counts_R), end - 1)  # the rows before the last tokens
         valid_N[here], counts_N[here] = True, counts_R
         ids.append(flat)
-    return mask_stream(vocabulary_size, valid_N, counts_N, np.concatenate(ids), tokens_N)
+    return with_masks(trace, vocabulary_size, valid_N, counts_N, np.concatenate(ids))
 
 
-def mask_stream(
+def with_masks(
+    trace: RoutingTrace,
     vocabulary_size: int,  # tokens of the model
     valid_N: NDArray[np.bool_],  # [N], the rows before a sampled token
     counts_N: NDArray[np.int64],  # [N], ids of each set, 0 elsewhere
     ids: NDArray[Any],  # integers, those of all sets joined
-    tokens_N: NDArray[np.int32],  # [N], the token of each row; the one behind a row with a mask was sampled
-) -> DecisionStream:
-    """Make the stream of masks of the rows that have one, each with the token that was sampled."""
+) -> RoutingTrace:
+    """Give a trace with the masks of the rows that have one, each of which holds the token that was sampled."""
     empty_N = valid_N & (counts_N == 0)
     if empty_N.any():
         raise CaptureError(f"the sampling mask of the token behind row {int(empty_N.argmax())} is empty")
     try:
-        stream = DecisionStream.from_sets(vocabulary_size, valid_N, counts_N, ids)
+        trace = trace.with_stream(SAMPLING, DecisionStream.from_sets(vocabulary_size, valid_N, counts_N, ids))
     except TraceContentError as error:
         raise CaptureError(f"the sampling masks cannot be true: {error}") from error
-    next_ids_N = np.roll(tokens_N, -1)  # behind the last row of a sequence stands another's, and no mask is there
-    outside_N = valid_N & ~stream.contains(next_ids_N.astype(np.int64))
-    if outside_N.any():
-        row = int(outside_N.argmax())
-        raise CaptureError(
-            f"token {int(next_ids_N[row])} was sampled and is not in its mask ({int(outside_N.sum())} such tokens); "
-            "the masks belong to other tokens, or the sampler drew from another set than it kept"
-        )
-    return stream
+    if wrong := misplaced_masks(trace):
+        raise CaptureError(f"of the sampling masks, {wrong}")
+    return trace
 
 
 def masks_of_steps(

@@ -38,11 +38,11 @@ from foreroute.capture.agents import (
     version_of,
 )
 from foreroute.capture.arrays import MAX_TEXT, parse_text
-from foreroute.capture.sampling_masks import mask_stream
+from foreroute.capture.sampling_masks import with_masks
 from foreroute.checks import as_int32, is_whole
 from foreroute.errors import CaptureError, shown
 from foreroute.files.regular import MOST_BYTES, read_file
-from foreroute.trace import NO_VERSION, SAMPLING, RoutingSpec
+from foreroute.trace import NO_VERSION, RoutingSpec
 from foreroute.trace.checks import ascending
 
 TYPES = {name: np.dtype(name).newbyteorder("<") for name in ("uint8", "uint16", "int16", "int32", "int64", "float64")}
@@ -254,8 +254,7 @@ class _Paths:
         versions_N = np.where(trace.valid_N, versions_T, np.int32(NO_VERSION))
         trace = replace(trace, weight_versions_N=versions_N).with_provenance(wire="skycap")
         if self.vocabulary_size:
-            stream = mask_stream(self.vocabulary_size, masked_T, counts_T, np.concatenate(ids), tokens_T)
-            trace = trace.with_stream(SAMPLING, stream)
+            trace = with_masks(trace, self.vocabulary_size, masked_T, counts_T, np.concatenate(ids))
         return path_of(end_name, trace, sampled_T, logprobs) if trace.valid_N.any() else None
 
     def _take(self, size: int) -> None:

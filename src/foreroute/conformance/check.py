@@ -21,6 +21,7 @@ from foreroute.errors import ForerouteError
 from foreroute.mismatch import Defect, explain
 from foreroute.trace import RoutingSpec, RoutingTrace
 from foreroute.trace.checks import place_of
+from foreroute.trace.operations import same_sets
 
 FOREIGN_VERSION = 3
 """Weight version of the routes that the kit makes: not 0, which a field that was never set would have."""
@@ -220,13 +221,6 @@ def unless_refused(action: Callable[[], Any]) -> Any:
         return None
 
 
-def same_sets(wanted: NDArray[Any], seen: NDArray[Any]) -> NDArray[np.bool_]:
-    """[...], whether picks [..., K] are the same sets."""
-    # signed and wide: differences of unsigned ids would wrap
-    a, b = np.sort(np.asarray(wanted, np.int64), -1), np.sort(np.asarray(seen, np.int64), -1)
-    return np.asarray((a == b).all(axis=-1))
-
-
 @dataclass(frozen=True)
 class Misplaced:
     """A mistake of placement."""
@@ -245,12 +239,11 @@ def misplaced(wanted: RoutingTrace, seen_NLK: NDArray[Any], native_NLK: NDArray[
         return Misplaced("routes-followed", sentence)
     valid = wanted.valid_N
     # as sets: the order of picks changes nothing but roundings of a sum
-    seen, asked = np.sort(seen_NLK.astype(np.int64), -1), np.sort(wanted.expert_ids_NLK.astype(np.int64), -1)
-    wrong_RL = (seen != asked).any(axis=-1)[valid]
+    wrong_RL = ~same_sets(seen_NLK, wanted.expert_ids_NLK)[valid]
     if not wrong_RL.any():
         return None
     # before any other name: a model that ignores the trace may look shifted by chance
-    if (seen == np.sort(native_NLK, -1)).all():
+    if same_sets(seen_NLK, native_NLK).all():
         return Misplaced("silent-no-op", "no layer followed the trace, and nothing was raised")
     # A layer that ignores the trace differs in nearly all rows, one with single misplaced rows in few.
     whole = wrong_RL.mean(axis=0) > 0.6

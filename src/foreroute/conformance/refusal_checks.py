@@ -21,10 +21,10 @@ from foreroute.conformance.check import (
     refused,
     require,
     require_followed,
-    same_sets,
     unless_refused,
 )
 from foreroute.trace import RoutedLayer, RoutingTrace
+from foreroute.trace.operations import same_sets
 
 CHECKS = Checks()
 

@@ -18,10 +18,10 @@ from foreroute.conformance.check import (
     require,
     require_followed,
     require_foreign_followed,
-    same_sets,
     unless_refused,
 )
 from foreroute.trace import RoutingTrace, extended
+from foreroute.trace.operations import same_sets
 
 WIDE = 264
 """More experts than one byte tells apart, and a multiple of the usual group counts."""

@@ -15,9 +15,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from foreroute.conformance.adapter import AttachedModel, Batch, Case, Fault, ModelUnderTest, Unsupported
-from foreroute.conformance.check import PLACEMENT, CheckContext, Checks, refused, require, require_followed, same_sets
+from foreroute.conformance.check import PLACEMENT, CheckContext, Checks, refused, require, require_followed
 from foreroute.conformance.route_checks import WIDE
 from foreroute.trace import RoutingTrace
+from foreroute.trace.operations import same_sets
 
 RECOMPUTE = Case(checkpointing=True)
 CHECKS = Checks()

@@ -17,19 +17,30 @@ from foreroute.plan.hosts import HOSTS, Hosts
 from foreroute.plan.options import PASS_NAMES, SlotSharing
 from foreroute.plan.topology import Topology
 
+Squares = NDArray[np.integer] | None
+"""[M, G], sums of squared lengths of the sequences that are counted; None where lengths are not known."""
 PART_NAMES = ("attention", "all-to-all", "experts", "fixed", "exposed transfers")
 ATTENTION, ALL_TO_ALL, EXPERTS, FIXED, EXPOSED = range(5)
 
 
-def slowest_attention(counts_XGE: NDArray[np.integer], costs: CostModel) -> NDArray[np.float64]:
+def slowest_attention(
+    counts_XGE: NDArray[np.integer], costs: CostModel, squares_MG: Squares = None
+) -> NDArray[np.float64]:
     """float64 [..., 2], seconds of the slowest rank's attention in a forward and in a backward pass of cells."""
     # a rank has K assignments for each of its tokens
     tokens_XG = counts_XGE.sum(axis=-1) / costs.model.top_k
-    return np.stack([costs.attention_seconds(tokens_XG, one=one).max(axis=-1) for one in (FORWARD, BACKWARD)], axis=-1)
+    squares_XG = None if squares_MG is None else squares_MG[:, None]  # the same tokens pass all layers
+    of_passes = [costs.attention_seconds(tokens_XG, squares_XG, one).max(axis=-1) for one in (FORWARD, BACKWARD)]
+    return np.stack(of_passes, axis=-1)
 
 
 def step_parts(
-    hosts: Hosts, counts_MLGE: NDArray[np.integer], topology: Topology, costs: CostModel, slots: SlotSharing = "layer"
+    hosts: Hosts,
+    counts_MLGE: NDArray[np.integer],
+    topology: Topology,
+    costs: CostModel,
+    slots: SlotSharing = "layer",
+    squares_MG: Squares = None,
 ) -> NDArray[np.float64]:
     """float64 [2, 5], seconds of `PASS_NAMES` and `PART_NAMES` of a step, cell by cell of counts [M, L, G, E].
 
@@ -40,7 +51,7 @@ def step_parts(
     """
     counts = np.ascontiguousarray(counts_MLGE, np.int32)
     # no placement of experts changes attention, so it is priced once for all cells
-    return parts_of_cells(hosts, counts, slowest_attention(counts, costs), costs.prices(topology, slots))
+    return parts_of_cells(hosts, counts, slowest_attention(counts, costs, squares_MG), costs.prices(topology, slots))
 
 
 def parts_of_cells(
@@ -60,22 +71,29 @@ _parts = compiled(
 )
 
 
-def least_seconds(counts_MLGE: NDArray[np.integer], topology: Topology, costs: CostModel) -> NDArray[np.float64]:
+def least_seconds(
+    counts_MLGE: NDArray[np.integer], topology: Topology, costs: CostModel, squares_MG: Squares = None
+) -> NDArray[np.float64]:
     """float64 [M, L], seconds of recompute and update of every cell that no plan of counts [M, L, G, E] can beat.
 
     How little a link must carry when slots are few is not bounded, so where traffic is most of the time, no plan comes
     near.
     """
-    # Splitting an expert over hosts adds tiles and reads of weights and never saves any, so whole experts, spread over
-    # all ranks to the last second, bound the work from below. No placement of experts changes attention.
-    loads_MLE = counts_MLGE.sum(axis=2, dtype=np.int64)
-    experts_s = [costs.expert_seconds(loads_MLE, one).sum(axis=2) / topology.num_ranks for one in (FORWARD, BACKWARD)]
     prices = costs.prices(topology)
-    passes_ML2 = slowest_attention(counts_MLGE, costs) + np.stack(experts_s, axis=-1)
+    # no placement of experts changes attention
+    passes_ML2 = slowest_attention(counts_MLGE, costs, squares_MG) + least_expert_seconds(counts_MLGE, costs)
     passes_ML2 += prices.layer_s + 2 * prices.latency_s
     passes_2 = prices.groups[:, 1:].sum(axis=0)
     seconds_ML: NDArray[np.float64] = passes_ML2 @ passes_2
     return seconds_ML
+
+
+def least_expert_seconds(counts_MLGE: NDArray[np.integer], costs: CostModel) -> NDArray[np.float64]:
+    """float64 [M, L, 2], the least seconds of a rank's experts under any plan, in a forward and in a backward pass."""
+    # Splitting an expert over hosts adds tiles and reads of weights and never saves any, so whole experts, spread over
+    # all ranks to the last second, bound the work from below.
+    loads_MLE, ranks = counts_MLGE.sum(axis=2, dtype=np.int64), counts_MLGE.shape[2]
+    return np.stack([costs.expert_seconds(loads_MLE, one).sum(axis=2) / ranks for one in (FORWARD, BACKWARD)], axis=-1)
 
 
 class CellCosts(NamedTuple):

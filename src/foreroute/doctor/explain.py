@@ -29,6 +29,7 @@ from foreroute.errors import ReplayError
 from foreroute.layout.packing import padded_batches
 from foreroute.mismatch.attribution import k3_weights
 from foreroute.trace import RoutingTrace
+from foreroute.trace.operations import same_sets
 
 MOST_SEQUENCES = 8
 """Sequences that are looked into, the worst; never more than a quarter of them."""
@@ -162,7 +163,10 @@ class _Runner:
         self._temperature = temperature
         ids = [each.to_padded().expert_ids_BTLK for each in (native, generation.trace, roots)]
         self._native_BTLK, self._engine_BTLK, roots_BTLK = ids
-        flips_BTL, roots_BTL = (_differing(each, self._engine_BTLK) for each in (self._native_BTLK, roots_BTLK))
+        flips_BTL, roots_BTL = (  # where both are known
+            ~same_sets(each, self._engine_BTLK) & (each[..., 0] >= 0) & (self._engine_BTLK[..., 0] >= 0)
+            for each in (self._native_BTLK, roots_BTLK)
+        )
         lengths = (generation.trace.lengths - 1).tolist()
         # a response may hold text of tools, which nobody sampled
         parts = np.split(generation.sampled_N, generation.trace.offsets[1:-1])
@@ -218,7 +222,8 @@ class _Runner:
             stack.callback(embedding.register_forward_hook(lambda *given: given[-1].detach().requires_grad_()).remove)
             stack.enter_context(torch.enable_grad())
             logprobs_R = self._logprobs(chosen, own)
-        flips_LF = _differing_tensors(own, other).flatten(0, 1).T
+        same_BTL = torch.from_numpy(same_sets(own.cpu().numpy(), other.cpu().numpy()))
+        flips_LF = ~same_BTL.to(own.device).flatten(0, 1).T
         deltas: list[Tensor] = []
         with torch.no_grad():
             for layer, block in enumerate(self._blocks):
@@ -312,13 +317,3 @@ def _states(output: Any) -> Tensor:
     """Give the hidden states that a layer of experts returned, with or without its scores."""
     states: Tensor = output[0] if isinstance(output, tuple) else output
     return states
-
-
-def _differing(one_BTLK: NDArray[Any], other_BTLK: NDArray[Any]) -> NDArray[np.bool_]:
-    """Bool [B, T, L], where both are known and the sets differ."""
-    differs: NDArray[np.bool_] = (np.sort(one_BTLK, -1) != np.sort(other_BTLK, -1)).any(-1)
-    return differs & (one_BTLK[..., 0] >= 0) & (other_BTLK[..., 0] >= 0)
-
-
-def _differing_tensors(one_BTLK: Tensor, other_BTLK: Tensor) -> Tensor:
-    return (one_BTLK.sort(-1).values != other_BTLK.sort(-1).values).any(-1)

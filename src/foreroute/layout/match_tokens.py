@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from foreroute.checks import as_array
+from foreroute.checks import as_array, as_mask
 from foreroute.errors import BatchMismatchError
 from foreroute.layout.rank_rows import PAD
 from foreroute.trace import RoutingTrace
@@ -82,12 +82,10 @@ def _lengths(kept_BT: NDArray[np.bool_], starts_BT: ArrayLike | None) -> NDArray
     """Return the tokens of each sequence of a batch, int64 [S]."""
     if starts_BT is None:
         return np.asarray(kept_BT.sum(axis=1))
-    given_BT = as_array(starts_BT, name="starts", error=BatchMismatchError)
-    if given_BT.shape != kept_BT.shape or not ((given_BT == 0) | (given_BT == 1)).all():
-        raise BatchMismatchError(
-            f"starts are {given_BT.dtype} of shape {given_BT.shape}; expected bool {kept_BT.shape}"
-        )
-    begins = np.flatnonzero(given_BT[kept_BT] == 1)
+    given_BT = as_mask(starts_BT, name="starts", error=BatchMismatchError)
+    if given_BT.shape != kept_BT.shape:
+        raise BatchMismatchError(f"starts are of shape {given_BT.shape}; expected {kept_BT.shape}")
+    begins = np.flatnonzero(given_BT[kept_BT])
     if len(begins) and begins[0]:
         raise BatchMismatchError("the first token of the batch is in no sequence; expected it to start one")
     return np.diff(begins, append=kept_BT.sum())
@@ -100,11 +98,10 @@ def _checked(ids: ArrayLike, mask: ArrayLike | None) -> tuple[NDArray[Any], NDAr
         raise BatchMismatchError(f"input_ids are {ids_BT.dtype} of shape {ids_BT.shape}; expected integers [B, T]")
     if mask is None:
         return ids_BT, np.ones(ids_BT.shape, np.bool_)
-    mask_BT = as_array(mask, name="attention_mask", error=BatchMismatchError)
-    kept_BT = mask_BT == 1
-    if mask_BT.shape != ids_BT.shape or not (kept_BT | (mask_BT == 0)).all():
+    kept_BT = as_mask(mask, name="attention_mask", error=BatchMismatchError)
+    if kept_BT.shape != ids_BT.shape:
         raise BatchMismatchError(
-            f"attention_mask has shape {mask_BT.shape}; expected {ids_BT.shape}, of zeros and ones. "
+            f"attention_mask has shape {kept_BT.shape}; expected {ids_BT.shape}. "
             "Attention patterns (4-D masks, segment numbers) do not say which tokens are padding"
         )
     return ids_BT, kept_BT

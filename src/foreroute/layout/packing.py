@@ -50,6 +50,13 @@ class Packing:
         """Return the sequences that a rank executes in a micro-step, int64, ascending."""
         return np.flatnonzero((self.micro_step_S == micro_step) & (self.rank_S == rank))
 
+    def sums(self, values_S: NDArray[np.integer]) -> NDArray[Any]:
+        """Sum numbers of sequences, [S, ...], by micro-step and rank: [M, G, ...], of the same type."""
+        sums_MG = np.zeros((self.num_micro_steps, self.num_ranks, *values_S.shape[1:]), values_S.dtype)
+        for m, rank, value in zip(self.micro_step_S, self.rank_S, values_S, strict=True):
+            sums_MG[m, rank] += value
+        return sums_MG
+
 
 def pack_sequences(
     lengths: ArrayLike,

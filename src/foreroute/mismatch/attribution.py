@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 from itertools import islice, pairwise
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
@@ -178,10 +178,12 @@ def root_mismatch(
         SpecMismatchError, BatchMismatchError: when traces are of other models or tokens.
         InputError: when deficits are of other rows.
     """
-    differs_RL, rows = _differing(engine, replayed)
+    shared_RL, rows = overlap(engine, replayed)
+    differs_RL = shared_RL < engine.spec.picks_L
     consequences = None
     if trainer is not None:
-        flips_RL, of_flips = _differing(engine, trainer)
+        shared_RL, of_flips = overlap(engine, trainer)
+        flips_RL = shared_RL < engine.spec.picks_L
         both = np.isin(of_flips, rows), np.isin(rows, of_flips)
         consequences = (flips_RL[both[0]] & ~differs_RL[both[1]]).sum(axis=0, dtype=np.int64)
     median, threshold = math.nan, math.inf
@@ -229,13 +231,6 @@ def _first_rows(trace: RoutingTrace) -> NDArray[np.int64]:
         shared = int(differs.argmax()) if differs.any() else size
         first_N[own.start : own.start + shared] = first_N[before.start : before.start + shared]
     return first_N
-
-
-def _differing(engine: RoutingTrace, other: RoutingTrace) -> tuple[NDArray[np.bool_], NDArray[np.int64]]:
-    """Give bool [R, L], whose sets differ, and int64 [R], the rows that both routed."""
-    shared_RL, rows = overlap(engine, other)
-    differs_RL: NDArray[Any] = shared_RL < engine.spec.picks_L
-    return differs_RL, rows
 
 
 def _root(engine: RoutingTrace, replayed: RoutingTrace, row: int, layer: int, deficit: float) -> Root:

@@ -6,7 +6,7 @@ An *assignment* is one pick of one token: a (token, expert) pair.
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 from zlib import crc32
@@ -124,7 +124,10 @@ def check_counts(
                 f"{MOST_ASSIGNMENTS} in a cell"
             )
     if top_k is not None:
-        _check_tokens(counts_MLGE, top_k)
+        if not 1 <= top_k <= counts_MLGE.shape[3]:
+            raise CountsError(f"top_k is {top_k}; expected 1 to the {counts_MLGE.shape[3]} experts of the counts")
+        for odd in odd_tokens(counts_MLGE, top_k):
+            raise CountsError(odd)
     return counts_MLGE
 
 
@@ -149,25 +152,20 @@ def _check_shape(given: NDArray[Any], num_ranks: int | None) -> None:
         raise CountsError(f"counts have {experts} experts; expected at most {MOST_EXPERTS}")
 
 
-def _check_tokens(counts_MLGE: NDArray[np.int32], top_k: int) -> None:
-    """Check that a rank sends as much in all layers: a multiple of K, and K times its largest entry at least."""
-    if not 1 <= top_k <= counts_MLGE.shape[3]:
-        raise CountsError(f"top_k is {top_k}; expected 1 to the {counts_MLGE.shape[3]} experts of the counts")
-    total_MLG = counts_MLGE.sum(axis=3, dtype=np.int64)
-    uneven = total_MLG != total_MLG[:, :1]
-    broken = total_MLG % top_k != 0
-    crowded = counts_MLGE.max(axis=3) > total_MLG // top_k
-    # the same tokens pass all layers, and each picks an expert once at most
-    for wrong, what in (
-        (uneven, "expected as many assignments as in layer 0, since the same tokens pass all layers"),
-        (broken, f"expected a multiple of top_k = {top_k}"),
-        (crowded, f"one expert has more than 1/{top_k} of them, but a token picks an expert once at most"),
+def odd_tokens(counts_MLGE: NDArray[np.integer], top_k: int) -> Iterator[str]:
+    """Say where counts are not of whole tokens that pick `top_k` different experts in each layer, the same in all."""
+    routed_MLG = counts_MLGE.sum(axis=3, dtype=np.int64)
+    for is_odd_MLG, why in (
+        (routed_MLG != routed_MLG[:, :1], "layer 0 has others, and layers route the same tokens"),
+        (routed_MLG % top_k > 0, f"that is no multiple of top_k {top_k}, the assignments of a token"),
+        (
+            counts_MLGE.max(axis=3) > routed_MLG // top_k,
+            f"one expert has more than 1/{top_k} of them, but a token picks an expert once (top_k {top_k})",
+        ),
     ):
-        if wrong.any():
-            m, layer, g = np.unravel_index(int(wrong.argmax()), wrong.shape)
-            raise CountsError(
-                f"in micro-step {m}, layer {layer}, source rank {g} sends {total_MLG[m, layer, g]} assignments; {what}"
-            )
+        if is_odd_MLG.any():
+            m, layer, g = np.unravel_index(int(is_odd_MLG.argmax()), is_odd_MLG.shape)
+            yield f"layer {layer} has {routed_MLG[m, layer, g]:,} assignments of rank {g} in micro-step {m}: {why}"
 
 
 def counts_digest(counts_MLGE: NDArray[np.integer]) -> str:

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from typing import Any, Literal, get_args
 
-from foreroute.checks import whole_number
+from foreroute.checks import check_number, whole_number
 from foreroute.errors import ConfigError, shown
 from foreroute.files.toml import unknown_key
 
@@ -58,11 +58,7 @@ class PlanOptions:
     packing: PackingRule = "length"
 
     def __post_init__(self) -> None:
-        is_number = isinstance(self.tolerance, int | float) and not isinstance(self.tolerance, bool)
-        if not (is_number and 0 <= self.tolerance < 1):
-            raise ConfigError(
-                f"tolerance is {shown(self.tolerance)}; expected a share of the mean load, from 0 to below 1"
-            )
+        check_number(self.tolerance, name="tolerance", below=1, error=ConfigError)
         for name in ("replicas", "locality", *PRICED):
             value = getattr(self, name)
             if not isinstance(value, bool) and (value is not None or name not in PRICED):

@@ -252,10 +252,7 @@ class Reservation:
 
 def unrouted_tokens(traces: Sequence[RoutingTrace], packing: Packing) -> NDArray[np.int64]:
     """Count the tokens of packed sequences without a route, by micro-step and source rank: int64 [M, G]."""
-    gaps_S = unrouted_of_sequences(traces)
-    tokens_MG = np.zeros((packing.num_micro_steps, packing.num_ranks), np.int64)
-    np.add.at(tokens_MG, (packing.micro_step_S, packing.rank_S), gaps_S)
-    return tokens_MG
+    return packing.sums(unrouted_of_sequences(traces))
 
 
 def unrouted_of_sequences(traces: Sequence[RoutingTrace]) -> NDArray[np.int64]:

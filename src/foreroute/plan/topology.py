@@ -93,9 +93,9 @@ class Topology:
         """int16 [G], the node of each rank."""
         return (np.arange(self.num_ranks) // self.ranks_per_node).astype(np.int16)
 
-    def contiguous_home_E(self, num_experts: int) -> NDArray[np.int16]:
-        """Return the usual placement, int16 [E]: E / G experts in a row to a rank. G must divide E (`LayoutError`)."""
-        return block_homes(num_experts, self.num_ranks).astype(np.int16)
+    def contiguous_home_LE(self, num_layers: int, num_experts: int) -> NDArray[np.int16]:
+        """Return the usual placement, int16 [L, E]: E / G experts in a row to a rank. G divides E (`LayoutError`)."""
+        return np.tile(block_homes(num_experts, self.num_ranks).astype(np.int16), (num_layers, 1))
 
 
 def check_homes(home_LE: ArrayLike, num_layers: int, num_experts: int, num_ranks: int) -> NDArray[np.int16]:

@@ -45,11 +45,7 @@ class PackedSequences:
 
     def counts_MLGE(self) -> NDArray[np.int32]:
         """Count the assignments of micro-steps and ranks: int32 [M, L, G, E]."""
-        packing, (_, num_layers, num_experts) = self.packing, self.counts_SLE.shape
-        counts = np.zeros((packing.num_micro_steps, num_layers, packing.num_ranks, num_experts), np.int32)
-        for m, rank, counts_LE in zip(packing.micro_step_S, packing.rank_S, self.counts_SLE, strict=True):
-            counts[m, :, rank] += counts_LE
-        return counts
+        return np.ascontiguousarray(self.packing.sums(self.counts_SLE).swapaxes(1, 2), np.int32)
 
     def packed_for(self, home_LE: NDArray[np.integer]) -> PackedSequences:
         """Exchange sequences, so that experts at these homes are level."""

@@ -101,7 +101,7 @@ def plan_and_why(
     counts = check_counts(counts_MLGE, num_ranks=topology.num_ranks)
     _, num_layers, _, num_experts = counts.shape
     if home_LE is None:
-        home_LE = np.tile(topology.contiguous_home_E(num_experts), (num_layers, 1))
+        home_LE = topology.contiguous_home_LE(num_layers, num_experts)
     previous_LE = check_homes(home_LE, num_layers, num_experts, topology.num_ranks)
     # asked for by name, so that leaving it out in silence would be wrong
     if options.packing != "length":

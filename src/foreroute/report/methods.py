@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from foreroute.report.figure import stacked_bars
-from foreroute.report.format import TIMES, as_fast, duration, flattened, over_mean, percentage, step_time, times
+from foreroute.report.format import TIMES, as_fast, duration, flattened, over_mean, percentage, size, step_time, times
 from foreroute.report.page import Caption, Column, Plot, Table, TableRow
 
 if TYPE_CHECKING:
@@ -34,6 +34,10 @@ SHOWN: dict[Column, Callable[[Any, float], str]] = {
     Column("Home moves"): lambda one, _: duration(one.phases.home_moves) if one.phases.home_moves else "",
     Column("Exposed transfers"): lambda one, _: percentage(one.exposed_share),
     Column("Experts fetched per cell"): lambda one, _: f"{one.fetches_per_cell:.1f}",
+    Column("Homes moved, once", "moved,\nonce"): lambda one, _: size(one.home_bytes) if one.home_bytes else "",
+    Column("Weights fetched in a pass", "fetched\nin a pass"): lambda one, _: (
+        size(one.fetched_bytes) if one.fetched_bytes else ""
+    ),
     Column("Homes moved"): lambda one, _: f"{one.home_moves:,}",
     Column("Served across nodes", "served\nacross\nnodes"): lambda one, _: f"{one.cross_node_share:.0%}",
     Column("Planning time", "to plan"): lambda one, _: of_planning(one, duration(one.planning_s)),

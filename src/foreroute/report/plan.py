@@ -12,7 +12,7 @@ from foreroute.costs.pricing import PART_NAMES
 from foreroute.plan.capabilities import EXECUTES, EXECUTOR_NAMES, Ability, on_several_nodes
 from foreroute.plan.options import PASS_NAMES
 from foreroute.report.figure import PART_COLOURS, heat_maps, layer_label
-from foreroute.report.format import TIMES, duration, over_mean, percentage, size, step_time, time_unit, times
+from foreroute.report.format import duration, over_mean, percentage, size, step_time, time_unit, times
 from foreroute.report.methods import BOUND, method_table, passes_by_part, settings_table, worth
 from foreroute.report.page import Caption, Column, Page, PageSection, Plot, Table, TableRow, Tile, Tone, write_page
 
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from foreroute.plan.received_rows import Reservation
     from foreroute.plan.step_plan import StepPlan
     from foreroute.simulate.compare import PlanComparison
-    from foreroute.simulate.ways import Way
+    from foreroute.simulate.records import PricedMethod
     from foreroute.trace import RoutedLayer
 
 HOME = "without balancing"
@@ -56,6 +56,14 @@ NOTES = (
     "The lower bound is the least that any plan can reach: with these slots for loads; for times, level experts and "
     "empty links, which no real plan attains.",
 )
+WAY_HEADINGS = (
+    "Method",
+    "Slowest rank over mean",
+    "Recompute and update, modelled",
+    "Homes move in, modelled",
+    "Homes moved, once",
+    "Weights fetched in a pass",
+)
 WAY_NOTES = (
     "Bold is the first way that takes hardly longer in this step than the fastest, home moves too: what comes below it "
     "does little more. Seconds are of the cost model, planning aside.",
@@ -74,7 +82,7 @@ def write_plan_page(
     *,
     cluster: Cluster | None = None,
     layers: Sequence[RoutedLayer] = (),
-    ways: Sequence[Way] = (),
+    ways: Sequence[PricedMethod] = (),
     rows: Sequence[Table] = (),
 ) -> Path:
     """Write the page; raises `InputError` as `page.write_page`.
@@ -121,40 +129,12 @@ def plan_table(found: PlanComparison) -> Table:
     )
 
 
-def ways_table(ways: Sequence[Way]) -> Table:
+def ways_table(ways: Sequence[PricedMethod]) -> Table:
     """One row per way to level the step, from what moves nothing to the plan."""
-    columns = (
-        Column("What is done", " "),
-        Column("Slowest rank over mean", f"slowest\nrank,\n{TIMES} mean"),
-        Column("Recompute and update, modelled", "step"),
-        Column("Homes move in, modelled", "homes\nmove in"),
-        Column("Homes moved, once", "moved,\nonce"),
-        Column("Weights fetched in a pass", "fetched\nin a pass"),
-    )
     from foreroute.simulate.ways import simplest
 
-    simple, names = simplest(ways), [way.name for way in ways]
-    labels = {
-        "static": "as it is",
-        "packing": "packed by routes",
-        "homes": "packed by routes, homes moved" if "packing" in names else "homes moved",
-        "plan": "the plan",
-    }
-    rows = [
-        TableRow(
-            cells=(
-                labels[way.name],
-                over_mean(way.imbalance),
-                duration(way.passes_s),
-                duration(way.moves_s) if way.moves_s else "",
-                size(way.moved_bytes) if way.moved_bytes else "",
-                size(way.fetched_bytes) if way.fetched_bytes else "",
-            ),
-            strong=way is simple,
-        )
-        for way in ways
-    ]
-    return Table(title="What packing, homes and replicas reach here", columns=columns, rows=tuple(rows))
+    simple, title = simplest(ways), "What packing, homes and replicas reach here"
+    return method_table(ways, WAY_HEADINGS, {}, title=title, strong=lambda one: one is simple)
 
 
 def executors_of_ways() -> dict[str, str]:
@@ -185,13 +165,13 @@ def rows_table(policies: Sequence[Reservation], served: str) -> Table:
     return Table(title=f"Rows that ranks receive {served}", columns=shown, rows=tuple(rows))
 
 
-def plan_finding(found: PlanComparison, ways: Sequence[Way] = ()) -> str:
+def plan_finding(found: PlanComparison, ways: Sequence[PricedMethod] = ()) -> str:
     """Decision whether to use the plan, its worth, and whether less than the plan would do, in a few sentences."""
     known = on_several_nodes(found.plan.topology.num_nodes)
     return " ".join(filter(None, (_verdict(found), known, _left_out(found), _instead(found, ways))))
 
 
-def _instead(found: PlanComparison, ways: Sequence[Way]) -> str:
+def _instead(found: PlanComparison, ways: Sequence[PricedMethod]) -> str:
     """What would do as well in this step and the next, where the plan is to be used."""
     from foreroute.simulate.ways import simplest
 
@@ -209,8 +189,8 @@ def _instead(found: PlanComparison, ways: Sequence[Way]) -> str:
         return ""
     planning = ", planning too" if found.once_s else ""
     return (
-        f"{what} as well without the plan: recompute and update take {step_time(less.passes_s)}, and "
-        f"{step_time(plan.passes_s + found.once_s)} under it{planning}."
+        f"{what} as well without the plan: recompute and update take {step_time(less.training_s)}, and "
+        f"{step_time(plan.training_s + found.once_s)} under it{planning}."
     )
 
 
@@ -353,7 +333,7 @@ def _planned(found: PlanComparison) -> str:
     return "by the plan" + ("" if len(passes) == 2 else f" ({passes[0]})" if passes else " (not run)")
 
 
-def _ways(ways: Sequence[Way]) -> PageSection:
+def _ways(ways: Sequence[PricedMethod]) -> PageSection:
     """The ways to level the step, and which frameworks can go them."""
     able = (f"{what[0].upper()}{what[1:]}: {names}." for what, names in executors_of_ways().items())
     unknown = () if any(way.name == "packing" for way in ways) else ("Counts say no sequences that could be packed.",)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 from numpy.typing import NDArray
@@ -60,6 +60,11 @@ class BalancerInput:
         for counts_LGE in self.counts_MLGE:
             for layer, counts_GE in enumerate(counts_LGE):
                 yield layer, np.ascontiguousarray(counts_GE, np.int64)
+
+    def packed_as(self, packed: PackedSequences) -> BalancerInput:
+        """Give the step with its sequences packed anew."""
+        squares_MG = packed.packing.sums(packed.lengths_S**2)
+        return replace(self, counts_MLGE=packed.counts_MLGE(), squares_MG=squares_MG)
 
     def loads_LE(self) -> NDArray[np.int64]:
         """int64 [L, E], assignments of this whole step."""

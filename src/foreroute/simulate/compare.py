@@ -19,7 +19,7 @@ from foreroute.plan.topology import Topology
 from foreroute.planner.plan_step import OnProgress, plan_and_why
 from foreroute.simulate.balancers import Balancer, BalancerInput
 from foreroute.simulate.methods import BALANCERS, Loads, ServedStep, all_at_home, over, serve
-from foreroute.simulate.optimizer_step import move_seconds
+from foreroute.simulate.optimizer_step import STATE_BYTES, move_seconds
 from foreroute.simulate.records import AS_PLANNED, PricedMethod, load_figures
 
 Floats = NDArray[np.float64]
@@ -40,25 +40,27 @@ def compare(
 
 
 def figures_of(
-    plan: StepPlan, counts_MLGE: NDArray[np.integer], costs: CostModel, *, label: str, planning_s: float
+    plan: StepPlan, problem: BalancerInput, costs: CostModel, *, label: str, planning_s: float
 ) -> PricedMethod:
-    """The record of a plan that is there already, as executors serve it: at homes in a pass that gains too little.
+    """The record of a plan of a step that is there already, as executors serve it: at homes where it gains too little.
 
     Raises `CountsError` when the counts are of another shape than the plan's; `verify` says whether it is of them.
     """
     num_micro_steps, num_layers, num_experts = plan.shape
     expected = (num_micro_steps, num_layers, plan.topology.num_ranks, num_experts)
-    if counts_MLGE.shape != expected:
-        raise CountsError(f"counts are {list(counts_MLGE.shape)}; the plan is for {list(expected)}")
-    served = ServedStep.of(plan, counts_MLGE, planning_s)
+    if problem.counts_MLGE.shape != expected:
+        raise CountsError(f"counts are {list(problem.counts_MLGE.shape)}; the plan is for {list(expected)}")
+    served = ServedStep.of(plan, problem, planning_s)
     return record_of(served, plan.topology, costs, name=label, label=label)
 
 
 def record_of(served: ServedStep, topology: Topology, costs: CostModel, *, name: str, label: str) -> PricedMethod:
     """Price a served step by the cost model, one cell after another."""
+    model, loads, ranks = costs.model, served.loads(topology), topology.num_ranks
+    counts, squares_MG = served.counts_MLGE, served.squares_MG
     # most methods serve both passes alike, and are priced once
     by_hosts = {
-        id(hosts): step_parts(hosts, served.counts_MLGE, topology, costs, served.slots) for hosts in served.passes
+        id(hosts): step_parts(hosts, counts, topology, costs, served.slots, squares_MG) for hosts in served.passes
     }
     recompute, update = (
         dict(zip(PART_NAMES, by_hosts[id(hosts)][s].tolist(), strict=True)) for s, hosts in enumerate(served.passes)
@@ -68,11 +70,13 @@ def record_of(served: ServedStep, topology: Topology, costs: CostModel, *, name:
         label=label,
         recompute_parts=recompute,
         update_parts=update,
-        **load_figures([served.loads(topology)]),
+        **load_figures([loads]),
         home_moves=served.home_moves,
         planning_s=served.planning_s,
         # layers are those of the step, whatever the model has
         moves_s=move_seconds(served.before_LE, served.home_LE, 1.0, topology, costs),
+        home_bytes=served.home_moves * (model.expert_bytes + model.expert_parameters * STATE_BYTES) / ranks,
+        fetched_bytes=float(loads.fetches_SML.sum(axis=(1, 2)).mean()) * model.expert_bytes / ranks,
     )
 
 
@@ -170,9 +174,9 @@ def compare_plan(
         methods.append(record)
         if on_progress is not None:
             on_progress(done, len(balancers))
-    executed = figures_of(plan, counts, costs, label="foreroute", planning_s=found.planning_s)
+    executed = figures_of(plan, problem, costs, label="foreroute", planning_s=found.planning_s)
     # without gains nothing is decided: both passes are those of the plan
-    planned = ServedStep.of(replace(plan, gains={}), counts, found.planning_s)
+    planned = ServedStep.of(replace(plan, gains={}), problem, found.planning_s)
     # beside what is executed, so that a reader sees why the plan is not
     if len(plan.hosts.expert_R) and any(plan.is_at_home(pass_name) for pass_name in PASS_NAMES):
         methods.append(record_of(planned, plan.topology, costs, name=AS_PLANNED, label="foreroute, as planned"))
@@ -183,7 +187,7 @@ def compare_plan(
         at_home=all_at_home(problem).loads(problem.topology),
         planned=planned.loads(problem.topology),
         least_over_mean_ML=over(plan.bound_ML, mean_ML),
-        least_s=float(least_seconds(counts, plan.topology, costs).sum()),
+        least_s=float(least_seconds(counts, plan.topology, costs, problem.squares_MG).sum()),
         once_s=0.0 if all(map(plan.is_at_home, PASS_NAMES)) else costs.step_seconds(plan.hosts, plan.topology),
         elapsed_s=found.elapsed_s,
         unpriced=costs.unpriced,

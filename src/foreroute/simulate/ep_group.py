@@ -32,8 +32,7 @@ class EPGroup:
     def of(cls, served: ServedStep, step: BalancerInput, costs: CostModel, *, overlap: float) -> EPGroup:
         """Price a served step, which may have other counts of the same tokens, by the links of `costs`."""
         topology = replace(step.topology, links=costs.hardware.links)
-        squares_MG = step.squares_MG if served.squares_MG is None else served.squares_MG
-        counted = replace(step, counts_MLGE=served.counts_MLGE, squares_MG=squares_MG)
+        counted = replace(step, counts_MLGE=served.counts_MLGE, squares_MG=served.squares_MG)
         # layers that were drawn stand in turn for those of the model
         layers = np.arange(costs.model.num_layers) % step.counts_MLGE.shape[1]
         # most methods serve both passes alike
@@ -47,13 +46,9 @@ class EPGroup:
     def bound(self) -> EPGroup:
         """The same at the least cost that any plan could have: `costs.pricing.least_seconds`, cell by cell."""
         # the experts' whole work in one piece, spread evenly; all-to-alls of their latency alone; free transfers
-        loads_MLE = self.step.counts_MLGE.sum(axis=2, dtype=np.int64)
-        layers = np.arange(self.update.all_to_all_ML.shape[1]) % loads_MLE.shape[1]
-        experts = [
-            self.costs.expert_seconds(loads_MLE, one).sum(axis=2)[:, layers] / self.topology.num_ranks
-            for one in (FORWARD, BACKWARD)
-        ]
-        even_MLG2 = np.broadcast_to(np.stack(experts, -1)[:, :, None], self.update.experts_MLG2.shape)
+        experts_ML2 = pricing.least_expert_seconds(self.step.counts_MLGE, self.costs)
+        layers = np.arange(self.update.all_to_all_ML.shape[1]) % experts_ML2.shape[1]
+        even_MLG2 = np.broadcast_to(experts_ML2[:, layers, None], self.update.experts_MLG2.shape)
         all_to_all_ML = np.full(self.update.all_to_all_ML.shape, self.costs.prices(self.topology).latency_s)
         least = self.update.without_transfers()._replace(all_to_all_ML=all_to_all_ML, experts_MLG2=even_MLG2)
         return replace(self, recompute=least, update=least)

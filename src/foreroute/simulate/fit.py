@@ -19,20 +19,20 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from foreroute.costs.cluster_file import Cluster
 from foreroute.costs.fitting import find_rates, require_distinct_effects, value_of
 from foreroute.costs.model import CostModel, Hardware
 from foreroute.errors import ConfigError, InputError
 from foreroute.files.config_file import Positive, Section, checked
 from foreroute.files.regular import parse_json, read_text
-from foreroute.plan import load_counts, load_plan, verify
-from foreroute.plan.counts import check_counts
+from foreroute.plan import load_plan, verify
 from foreroute.plan.options import PASS_NAMES, PassName
 from foreroute.plan.step_plan import StepPlan
-from foreroute.plan.topology import Topology
 from foreroute.simulate.balancers import BalancerInput
 from foreroute.simulate.config import SimulateConfig, parse_config
 from foreroute.simulate.ep_group import EPGroup
 from foreroute.simulate.methods import ServedStep, all_at_home
+from foreroute.simulate.step_files import read_step
 
 Floats = NDArray[np.float64]
 FITTABLE = (
@@ -65,21 +65,15 @@ class Measurement:
 
     @classmethod
     def of(
-        cls, name: str, counts: Any, plan: StepPlan | None, topology: Topology, pass_name: PassName, seconds: float
+        cls, name: str, step: BalancerInput, plan: StepPlan | None, pass_name: PassName, seconds: float
     ) -> Measurement:
-        """Check counts [M, L, G, E] and the plan of them, None for contiguous homes alone.
-
-        Raises `CountsError` or `PlanError` when the counts are none, or the plan is not of them.
-        """
-        counts_MLGE = check_counts(counts, num_ranks=topology.num_ranks)
-        home_LE = np.tile(topology.contiguous_home_E(counts_MLGE.shape[3]), (counts_MLGE.shape[1], 1))
-        problem = BalancerInput(counts_MLGE, topology, home_LE)
+        """Check the plan of a step, None for homes alone. Raises `CountsError` or `PlanError` for that of another."""
         if plan is None:
-            served = all_at_home(problem)
+            served = all_at_home(step)
         else:
-            verify(plan, counts_MLGE)
-            served = ServedStep.of(plan, counts_MLGE)
-        return cls(name, problem, served, PASS_NAMES.index(pass_name), seconds)
+            verify(plan, step.counts_MLGE)
+            served = ServedStep.of(plan, step)
+        return cls(name, step, served, PASS_NAMES.index(pass_name), seconds)
 
 
 class _Line(Section):
@@ -89,12 +83,12 @@ class _Line(Section):
     seconds: Positive
 
 
-def load_measurements(path: Path, topology: Topology) -> list[Measurement]:
+def load_measurements(path: Path, cluster: Cluster) -> list[Measurement]:
     """Read a file of measurements.
 
     Raises:
-        ConfigError: when the file is missing or no JSON, or a measurement has unknown keys or wrong values; with the
-            number of its line.
+        ConfigError: when the file is missing or no JSON, or a measurement has unknown keys or wrong values, or is of
+            another model; with the number of its line.
         CountsError, PlanError: when counts or plans are damaged, or do not fit each other.
     """
     measured = []
@@ -104,11 +98,11 @@ def load_measurements(path: Path, topology: Topology) -> list[Measurement]:
             continue
         where = f"{path}, line {number}"
         line = checked(_Line, parse_json(text, ConfigError, name=where), source=where)
-        counts = load_counts(path.parent / line.counts)
-        plan = None if line.plan is None else load_plan(path.parent / line.plan)
         name = f"{line.plan or line.counts}, {line.pass_name}"
         try:
-            measured.append(Measurement.of(name, counts, plan, topology, line.pass_name, line.seconds))
+            step = read_step(path.parent / line.counts, cluster.topology, cluster.costs)
+            plan = None if line.plan is None else load_plan(path.parent / line.plan)
+            measured.append(Measurement.of(name, step, plan, line.pass_name, line.seconds))
         except InputError as error:
             raise type(error)(f"{where}: {error}") from error
     return measured
@@ -137,7 +131,7 @@ def fit_config(
     config: SimulateConfig, path: Path, parameters: Sequence[str] = DEFAULT_RATES
 ) -> tuple[SimulateConfig, FitRecord]:
     """The configuration with rates fitted to the measurements of a file, and what came out. Raises as `fit`."""
-    found = fit(load_measurements(path, config.described().topology), config, parameters)
+    found = fit(load_measurements(path, config.described()), config, parameters)
     values = config.model_dump()
     for name, value in found.parameters.items():
         table = "hardware" if hasattr(found.hardware, name) else "links"

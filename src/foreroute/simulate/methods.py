@@ -22,7 +22,6 @@ from foreroute.planner.homes import place_homes
 from foreroute.planner.plan_step import plan
 from foreroute.simulate.balancers import Balancer, BalancerInput, static
 from foreroute.simulate.eplb import eplb_micro_step, eplb_previous, eplb_step
-from foreroute.simulate.steps import squares
 
 if TYPE_CHECKING:
     from foreroute.simulate.config import SimulateConfig
@@ -81,9 +80,7 @@ class HomesAlone:
         else:
             packed, home_LE = problem.sequences().with_homes(topology, home_LE)
         if packed is not None:
-            shape = packed.packing.num_micro_steps, topology.num_ranks
-            squares_MG = squares(packed.packing, packed.lengths_S, shape)
-            problem = replace(problem, counts_MLGE=packed.counts_MLGE(), squares_MG=squares_MG)
+            problem = problem.packed_as(packed)
         found = plan(problem.counts_MLGE, topology, PlanOptions(replicas=False), home_LE=home_LE)
         return problem, replace(found, previous_home_LE=problem.home_LE.astype(np.int16))
 
@@ -143,13 +140,14 @@ class ServedStep:
     # executors then run with every expert at its home.
     passes: tuple[Hosts, Hosts]
     planning_s: float = 0.0  # processor seconds of planning; so other work on this machine does not count
-    squares_MG: NDArray[np.int64] | None = None  # of sequences, as in `BalancerInput`, where they were packed anew
+    squares_MG: NDArray[np.int64] | None = None  # of sequences as they are packed here, as in `BalancerInput`
 
     @classmethod
-    def of(cls, plan: StepPlan, counts_MLGE: NDArray[np.integer], planning_s: float = 0.0) -> ServedStep:
-        """As executors serve a plan of these counts."""
+    def of(cls, plan: StepPlan, step: BalancerInput, planning_s: float = 0.0) -> ServedStep:
+        """As executors serve a plan of this step."""
         recompute, update = (plan.in_pass(pass_name).hosts for pass_name in PASS_NAMES)
-        return cls(counts_MLGE, plan.previous_home_LE, plan.slots, (recompute, update), planning_s)
+        given = step.counts_MLGE, plan.previous_home_LE, plan.slots, (recompute, update)
+        return cls(*given, planning_s, step.squares_MG)
 
     @property
     def home_LE(self) -> NDArray[np.int16]:
@@ -193,14 +191,15 @@ def serve(method: Balancer, problem: BalancerInput, costs: CostModel, *, most_ti
         found = _planned(method, problem)
         seconds.append(time.process_time() - before_s)
     if isinstance(found, StepPlan):
-        return ServedStep.of(found, counts_MLGE, min(seconds))
+        return ServedStep.of(found, problem, min(seconds))
     if isinstance(found, tuple):
         packed, made = found
-        return replace(ServedStep.of(made, packed.counts_MLGE, min(seconds)), squares_MG=packed.squares_MG)
+        return ServedStep.of(made, packed, min(seconds))
     # homes are those of the first micro-step, the same in all
     homes = np.stack([cell.home_E for cell in found[: len(home_LE)]])
     hosts = Hosts.of_cells(homes, found)
-    return ServedStep(counts_MLGE, home_LE.astype(np.int16), method.slots, (hosts, hosts), min(seconds))
+    before_LE, passes = home_LE.astype(np.int16), (hosts, hosts)
+    return ServedStep(counts_MLGE, before_LE, method.slots, passes, min(seconds), problem.squares_MG)
 
 
 def _planned(method: Balancer, problem: BalancerInput) -> StepPlan | tuple[BalancerInput, StepPlan] | list[CellPlan]:
@@ -213,7 +212,7 @@ def all_at_home(problem: BalancerInput) -> ServedStep:
     """Every expert at its home."""
     home_LE = problem.home_LE.astype(np.int16)
     hosts = Hosts.with_room(home_LE, len(problem.counts_MLGE), problem.topology.num_ranks, 0)
-    return ServedStep(problem.counts_MLGE, home_LE, "layer", (hosts, hosts))
+    return ServedStep(problem.counts_MLGE, home_LE, "layer", (hosts, hosts), squares_MG=problem.squares_MG)
 
 
 def forced_balance(problem: BalancerInput) -> ServedStep:

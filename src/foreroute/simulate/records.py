@@ -88,9 +88,13 @@ class PricedMethod(MethodRecord):
 
     Attributes:
         moves_s: seconds of the experts that move before the step, with optimizer state.
+        home_bytes: of these, for a rank on average.
+        fetched_bytes: weights of replicas that a rank gets in a pass, on average.
     """
 
     moves_s: float
+    home_bytes: float
+    fetched_bytes: float
 
     @property
     def step_s(self) -> float:

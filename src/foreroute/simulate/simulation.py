@@ -131,7 +131,8 @@ class _ServedGroup(NamedTuple):
         # Layers that were drawn stand for all, and planning takes as long for one as for another.
         scale = costs.model.num_layers / served.counts_MLGE.shape[1]
         # but a search for a packing, which looks at as many numbers however many layers there are
-        planned_s = served.planning_s * (scale if served.squares_MG is None else 1.0)
+        is_packed_anew = served.counts_MLGE is not group.step.counts_MLGE
+        planned_s = served.planning_s * (1.0 if is_packed_anew else scale)
         planning_s = planned_s if execution.planning_s is None else execution.planning_s
         return cls(
             runs=group.run(ready_s=max(planning_s - execution.plan_lead_s, 0.0)),

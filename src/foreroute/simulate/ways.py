@@ -3,95 +3,59 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
-from typing import Literal
+from dataclasses import replace
 
 import numpy as np
 from numpy.typing import NDArray
 
-from foreroute.costs.links import served_loads
 from foreroute.costs.model import CostModel
-from foreroute.costs.pricing import step_parts
-from foreroute.plan.hosts import Hosts
 from foreroute.plan.step_plan import LEAST_GAIN, StepPlan
 from foreroute.planner.homes import place_homes
 from foreroute.planner.packed_homes import PackedSequences
-from foreroute.simulate.methods import over
-from foreroute.simulate.optimizer_step import STATE_BYTES, move_seconds
-
-WayName = Literal["static", "packing", "homes", "plan"]
-"""Nothing is done; sequences are packed by routes; experts move too, before the step; the plan as it was asked for."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Way:
-    """A way to level a step, as if both passes ran by it. Bytes are of a rank, on average.
-
-    Attributes:
-        name: which one.
-        imbalance: the slowest rank's assignments over the mean, on average over all cells.
-        passes_s: modelled seconds of recompute and update.
-        moves_s: of experts that move before the step.
-        moved_bytes: of these experts, with optimizer state.
-        fetched_bytes: weights of replicas, in a pass.
-    """
-
-    name: WayName
-    imbalance: float
-    passes_s: float
-    moves_s: float
-    moved_bytes: float
-    fetched_bytes: float
+from foreroute.simulate.balancers import BalancerInput
+from foreroute.simulate.compare import record_of
+from foreroute.simulate.methods import ServedStep, all_at_home
+from foreroute.simulate.records import PricedMethod
 
 
 def ways_to_level(
     found: StepPlan,
-    counts_MLGE: NDArray[np.integer],
+    problem: BalancerInput,
     costs: CostModel,
     sequences: PackedSequences | None,
     *,
     max_moves: int | None = None,
-) -> Iterator[Way]:
-    """Give each way, the plan last; what packs sequences only where they are known, packed as they were planned.
+) -> Iterator[PricedMethod]:
+    """Yield each way to level a step, as if both passes ran by it, the plan last.
 
+    "static" does nothing; "packing" packs sequences by routes; "homes" moves experts too, before the step; "plan" is
+    the plan as it was asked for. What packs sequences only where they are known, packed as they were planned.
     `max_moves` is how many homes of a layer may move where no replica is made; None sets no limit.
     """
     topology, home_LE = found.topology, found.previous_home_LE
 
-    def way(name: WayName, hosts: Hosts, counts: NDArray[np.integer]) -> Way:
-        served_MLG, _, fetched_ML = served_loads(hosts, counts, topology.ranks_per_node)
-        moves = int((hosts.home_LE != home_LE).sum())
-        expert_bytes = costs.model.expert_bytes / topology.num_ranks
-        state_bytes = costs.model.expert_parameters * STATE_BYTES / topology.num_ranks
-        return Way(
-            name=name,
-            imbalance=float(over(served_MLG.max(axis=2), served_MLG.mean(axis=2)).mean()),
-            passes_s=float(step_parts(hosts, counts, topology, costs, found.slots).sum()),
-            moves_s=move_seconds(home_LE, hosts.home_LE, 1.0, topology, costs),
-            moved_bytes=moves * (expert_bytes + state_bytes),
-            fetched_bytes=int(fetched_ML.sum()) * expert_bytes,
-        )
+    def way(name: str, label: str, step: BalancerInput, homes_LE: NDArray[np.int16] = home_LE) -> PricedMethod:
+        served = replace(all_at_home(replace(step, home_LE=homes_LE)), before_LE=home_LE)
+        return record_of(served, topology, costs, name=name, label=label)
 
-    def at(homes_LE: NDArray[np.int16], counts: NDArray[np.integer]) -> Hosts:
-        return Hosts.with_room(homes_LE, len(counts), topology.num_ranks, 0)
-
-    yield way("static", at(home_LE, counts_MLGE), counts_MLGE)
+    yield way("static", "as it is", problem)
     if sequences is None:
-        placed_LE = place_homes(counts_MLGE, topology, home_LE, max_moves=max_moves)
-        yield way("homes", at(placed_LE, counts_MLGE), counts_MLGE)
+        placed_LE = place_homes(problem.counts_MLGE, topology, home_LE, max_moves=max_moves)
+        yield way("homes", "homes moved", problem, placed_LE)
     else:
-        packed_MLGE = sequences.packed_for(home_LE).counts_MLGE()
-        yield way("packing", at(home_LE, packed_MLGE), packed_MLGE)
+        yield way("packing", "packed by routes", problem.packed_as(sequences.packed_for(home_LE)))
         packed, placed_LE = sequences.with_homes(topology, home_LE, max_moves=max_moves)
-        packed_MLGE = packed.counts_MLGE()
-        yield way("homes", at(placed_LE, packed_MLGE), packed_MLGE)
-    yield way("plan", found.hosts, counts_MLGE)
+        yield way("homes", "packed by routes, homes moved", problem.packed_as(packed), placed_LE)
+    # without gains nothing is decided: both passes are those of the plan
+    planned = ServedStep.of(replace(found, gains={}), problem)
+    yield record_of(planned, topology, costs, name="plan", label="the plan")
 
 
-def simplest(ways: Sequence[Way], *, next_steps: bool = False, once_s: float = 0.0) -> Way:
+def simplest(ways: Sequence[PricedMethod], *, next_steps: bool = False, once_s: float = 0.0) -> PricedMethod:
     """The first way that takes hardly longer than the fastest: what comes later does more for it.
 
     In `next_steps` that route as this one no home moves; `once_s` are seconds that the plan takes in each step besides.
     """
-    seconds = [way.passes_s + once_s * (way.name == "plan") + (0 if next_steps else way.moves_s) for way in ways]
+    seconds = [way.training_s if next_steps else way.step_s for way in ways]
+    seconds = [each + once_s * (way.name == "plan") for way, each in zip(ways, seconds, strict=True)]
     return next(way for way, each in zip(ways, seconds, strict=True) if (1 - LEAST_GAIN) * each <= min(seconds))

@@ -150,6 +150,11 @@ def shared_picks(ids_a: NDArray[Any], ids_b: NDArray[Any]) -> NDArray[Any]:
     return shared
 
 
+def same_sets(ids_a: NDArray[Any], ids_b: NDArray[Any]) -> NDArray[np.bool_]:
+    """Say whether picks [..., K] are the same in any order: bool [...]."""
+    return np.asarray((np.sort(ids_a, -1) == np.sort(ids_b, -1)).all(axis=-1))
+
+
 def count_assignments(
     trace: RoutingTrace,  # the routes of S sequences; absent rows do not count
     micro_step_S: ArrayLike,  # integers [S], the micro-step that each sequence belongs to, from 0

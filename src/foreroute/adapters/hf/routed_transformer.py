@@ -37,7 +37,7 @@ from foreroute.replay import Policy, ReplayRows, Routes
 from foreroute.replay.arguments import not_of_class
 from foreroute.replay.aux_loss_counts import ExecutedCounts
 from foreroute.trace import INDEXER, PIXELS, IndexerSpec, RoutingSpec, RoutingTrace
-from foreroute.trace.operations import with_lookups
+from foreroute.trace.operations import same_sets, with_lookups
 
 if TYPE_CHECKING:
     from foreroute.adapters.hf.expert_parallel import SpreadExperts
@@ -394,7 +394,7 @@ def require_looked_up(trace: RoutingTrace, position: int, table_VK: Tensor) -> N
     routed = trace.valid_N
     expected_NK = looked_up(table_VK, trace.token_ids_N[routed])
     given_NK = trace.expert_ids_NLK[routed, position, : trace.spec.picks_L[position]]
-    wrong = np.flatnonzero((np.sort(given_NK, axis=-1) != np.sort(expected_NK, axis=-1)).any(axis=-1))
+    wrong = np.flatnonzero(~same_sets(given_NK, expected_NK))
     if len(wrong):
         row = int(np.flatnonzero(routed)[wrong[0]])
         raise BatchMismatchError(
