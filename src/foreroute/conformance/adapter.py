@@ -162,7 +162,7 @@ class AttachedModel(Protocol):
 
 
 @dataclass(frozen=True)
-class Groups:
+class GroupLimit:
     """Selection limited to groups: E experts in `count` groups of equal size, of which `live` take part."""
 
     count: int
@@ -175,7 +175,7 @@ class AdapterUnderTest(Protocol):
     Attributes:
         name: for the report.
         vocabulary: token ids 1 .. vocabulary - 1 may be used.
-        groups: the group limit of the router, or None.
+        group_limit: the group limit of the router, or None.
         gradient_tolerance: relative difference allowed between gradients that should be the same; 0 for bit-equal.
         picks_in_order: whether the probe sees the picks of a row in the router's order; where experts are given a set,
             recordings are compared as sets.
@@ -184,7 +184,7 @@ class AdapterUnderTest(Protocol):
 
     name: str
     vocabulary: int = 32
-    groups: Groups | None = None
+    group_limit: GroupLimit | None = None
     gradient_tolerance: float = 0.0
     picks_in_order: bool = True
     scores_on_sets: bool = False

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import create_selective_checkpoint_contexts
 
 from foreroute.adapters import hf
-from foreroute.conformance.adapter import AdapterUnderTest, Batch, Case, Fault, Groups, Seen, Unsupported
+from foreroute.conformance.adapter import AdapterUnderTest, Batch, Case, Fault, GroupLimit, Seen, Unsupported
 from foreroute.conformance.torch_model import TorchModel, TorchStep, padded, raise_once
 from foreroute.trace import IndexerSpec
 
@@ -41,7 +41,7 @@ class HuggingFaceUnderTest(AdapterUnderTest):
     def __init__(self, family: str, sizes: Mapping[str, Any]) -> None:
         self.name = f"{self.adapter} on {family}"
         self.vocabulary = int(sizes["vocab_size"])
-        self.groups = Groups(sizes["n_group"], sizes["topk_group"]) if sizes.get("n_group", 1) > 1 else None
+        self.group_limit = GroupLimit(sizes["n_group"], sizes["topk_group"]) if sizes.get("n_group", 1) > 1 else None
         self._family = family
         self._sizes = dict(sizes)
         self._built: dict[tuple[int | None, int | None], Any] = {}

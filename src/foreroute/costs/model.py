@@ -171,10 +171,10 @@ BACKWARD = PassCost(2.0, 4.0, 1.6, 3.0)
 
 
 PASSES = (((1, 0),), ((1, 0), (1, 1)))
-"""Recompute and update, each as its groups of (forward passes, backward passes) over every cell, in order. The update
+"""Recompute and update, each as its sweeps of (forward passes, backward passes) over every cell, in order. The update
 goes through all layers forward, then backward, where each layer's activations are first computed anew and replicas
-return gradients. Weights of replicas are fetched once for each group, while the group before it runs."""
-_GROUPS = np.array([(s, *group) for s, groups in enumerate(PASSES) for group in groups])
+return gradients. Weights of replicas are fetched once for each sweep, while the sweep before it runs."""
+_SWEEPS = np.array([(s, *sweep) for s, sweeps in enumerate(PASSES) for sweep in sweeps])
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -308,7 +308,7 @@ class CostModel:
             top_k=shape.top_k,
             ranks_per_node=topology.ranks_per_node,
             memory_ranks=topology.ranks_per_node if takes_host_memory(self.paths) else 1,
-            groups=_GROUPS,
+            sweeps=_SWEEPS,
             refetches=slots == "shared",
         )
 
@@ -345,8 +345,8 @@ class Prices(NamedTuple):
     top_k: int  # picks per token
     ranks_per_node: int  # of the topology
     memory_ranks: int  # neighbouring ranks that fetch each other's weights through host memory; 1: none do
-    groups: NDArray[np.int64]  # [groups of both passes, 3]: pass, forwards, backwards
-    refetches: bool  # whether each group of a pass fetches weights; else the first one does, and slots keep them
+    sweeps: NDArray[np.int64]  # [sweeps of both passes, 3]: pass, forwards, backwards
+    refetches: bool  # whether each sweep of a pass fetches weights; else the first one does, and slots keep them
 
 
 _KINDS: dict[Any, Any] = {int: INT, float: FLOAT, bool: BOOL, NDArray[np.int64]: ArrayOf(np.int64, 2)}

@@ -73,7 +73,7 @@ def least_seconds(counts_MLGE: NDArray[np.integer], topology: Topology, costs: C
     prices = costs.prices(topology)
     passes_ML2 = slowest_attention(counts_MLGE, costs) + np.stack(experts_s, axis=-1)
     passes_ML2 += prices.layer_s + 2 * prices.latency_s
-    passes_2 = prices.groups[:, 1:].sum(axis=0)
+    passes_2 = prices.sweeps[:, 1:].sum(axis=0)
     seconds_ML: NDArray[np.float64] = passes_ML2 @ passes_2
     return seconds_ML
 

@@ -21,8 +21,8 @@ SIDES: tuple[Side, ...] = ("native", "replayed")
 
 Load = Literal["at_home", "planned", "executed"]
 """Which load of the ranks: with every expert at its home, by the plan, or as it ran."""
-Grouping = Literal["bound", "by_length", "by_routes"]
-"""How sequences share micro-steps; no grouping is below the bound at these homes."""
+PackingFigure = Literal["bound", "by_length", "by_routes"]
+"""Sum of assignments of the slowest ranks, as sequences share micro-steps; none is below the bound at these homes."""
 ROUNDED = 1e-6
 """Rounding lets a quotient of sums end so far outside of its bounds."""
 
@@ -146,7 +146,7 @@ class ExecutionRecord(Record):
     """Seconds of planning."""
     exposed_planning_s: float | None = None
     """Seconds that passes waited for plans."""
-    packing: dict[Grouping, int] = Field(default_factory=dict)
+    packing: dict[PackingFigure, int] = Field(default_factory=dict)
     """Packed by routes: assignments of the slowest rank at homes, summed over cells, beside `bound` and `by_length`."""
     forecast_memory_bytes: int | None = None
     """Most bytes of any rank in an update, modelled before it ran; with `memory_budget`."""
@@ -157,7 +157,7 @@ class ExecutionRecord(Record):
     def _check_loads(self) -> ExecutionRecord:
         if self.passes and {"at_home", "executed"} - self.max_over_mean.keys():
             raise ValueError("max_over_mean needs at_home and executed where there are passes")
-        if self.packing and set(get_args(Grouping)) - self.packing.keys():
+        if self.packing and set(get_args(PackingFigure)) - self.packing.keys():
             raise ValueError("packing needs bound, by_length and by_routes")
         for name, each in self.passes.items():
             try:

@@ -210,10 +210,10 @@ def joined_to_device(parts: Sequence[NDArray[Any]], device: torch.device) -> Ten
 def spread_picks(spec: RoutingSpec, home_LE: NDArray[np.integer] | None = None, start: int = 0) -> NDArray[Any]:
     """Make the picks [P, L, K] that are repeated over padding. Homes and start are those of `fill_padding`."""
     # after so many rows the cycle of experts begins anew
-    repeats_after = [num_experts // math.gcd(num_experts, top_k) for num_experts, top_k, _ in spec.groups]
+    repeats_after = [num_experts // math.gcd(num_experts, top_k) for num_experts, top_k, _ in spec.layers_by_size]
     num_rows = min(math.lcm(*repeats_after), MOST_SPREAD_ROWS)
     picks_PLK = np.full((num_rows, spec.num_layers, spec.top_k), spec.filler, spec.id_dtype)
-    for num_experts, top_k, at in spec.groups:
+    for num_experts, top_k, at in spec.layers_by_size:
         part = picks_PLK[:, at, :top_k]
         homes = np.zeros((part.shape[1], num_experts), np.int64) if home_LE is None else home_LE[at]
         picks_PLK[:, at, :top_k] = fill_padding(part, np.ones(num_rows, np.bool_), homes, start=start)

@@ -39,7 +39,7 @@ def check_rows(
         if are_sets_of_eight(picks_NL, np.ascontiguousarray(valid_N), spec.num_experts):
             return
     rows = np.flatnonzero(valid_N)
-    for num_experts, top_k, at in spec.groups:
+    for num_experts, top_k, at in spec.layers_by_size:
         ids, layers = expert_ids_NLK[:, at, :top_k], np.arange(spec.num_layers)[at]
         found = _first_bad_picks[ids.dtype](np.ascontiguousarray(ids), rows, num_experts)
         if found != NONE:

@@ -219,7 +219,7 @@ def stored_type(num_experts: int) -> Any:
 def row_bytes(spec: RoutingSpec) -> NDArray[np.int64]:
     """Return the bytes that the routes of a row take in each layer's frame, int64 [L]."""
     bytes_L = np.empty(spec.num_layers, np.int64)
-    for num_experts, top_k, at in spec.groups:
+    for num_experts, top_k, at in spec.layers_by_size:
         bytes_L[at] = top_k * np.dtype(stored_type(num_experts)).itemsize
     return bytes_L
 
@@ -264,7 +264,7 @@ def _route_columns(
     """Return the numbers in the frame of each layer of a chunk: uint8 or uint16 [K, R]. Sets are checked here."""
     spec, valid = trace.spec, np.ascontiguousarray(trace.valid_N[start:stop])
     columns: dict[int, NDArray[Any]] = {}
-    for num_experts, top_k, at in spec.groups:
+    for num_experts, top_k, at in spec.layers_by_size:
         dtype = stored_type(num_experts)
         ids_RLK = np.ascontiguousarray(trace.expert_ids_NLK[start:stop, at, :top_k], dtype)
         if as_sets:
@@ -486,7 +486,7 @@ def _read_chunks(
             raise TraceContentError(f"a validity is {validity.max()}; expected 0 or 1")
         valid[a:b] = validity
         _refuse_false_rows(tokens[a:b], versions[a:b], valid[a:b])
-        for num_experts, top_k, at in spec.groups:
+        for num_experts, top_k, at in spec.layers_by_size:
             each = [contents[i] for i in 1 + positions[at]]
             planes = np.concatenate(each, out=routes[: sum(map(len, each))])
             columns_LKR = _numbers(planes.reshape(len(each), top_k, -1), stored_type(num_experts))
