@@ -151,7 +151,7 @@ class StepToPlan:
 
     @property
     def problem(self) -> BalancerInput:
-        """What balancers are given."""
+        """Input of the balancers."""
         return BalancerInput(self.counts_MLGE, self.topology, self.home_LE, self.previous_LE, self.cluster.costs)
 
 

@@ -25,7 +25,7 @@ EXPERT_FIELDS = ("num_experts", "num_local_experts", "n_routed_experts")
 
 
 KEEPING = partial(create_selective_checkpoint_contexts, [torch.ops.aten.topk.default, torch.ops.aten.mm.default])
-"""What a selective checkpoint runs under: results of top-k and of products are kept."""
+"""Contexts of a selective checkpoint: results of top-k and of products are kept."""
 
 
 class HuggingFaceUnderTest(AdapterUnderTest):
@@ -159,7 +159,7 @@ class HuggingFaceModel(TorchModel):
 
     @contextmanager
     def _probed(self, real_BT: Tensor | None = None) -> Iterator[Given]:
-        """What every experts module is given; with a mask of tokens, also every attention by its indexer."""
+        """Note what every experts module is given; with a mask of tokens, also every attention by its indexer."""
         given: Given = {}
 
         def note_gates(path: str, args: tuple[Tensor, ...]) -> None:

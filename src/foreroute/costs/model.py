@@ -52,7 +52,7 @@ Dispatcher = Literal["copies", "dedup"]
 
 @dataclass(frozen=True, kw_only=True)
 class ModelShape:
-    """What one routed layer of a model computes and moves.
+    """Sizes of one routed layer of a model.
 
     Attributes:
         num_layers: routed layers.
@@ -108,7 +108,7 @@ class ModelShape:
 
 @dataclass(frozen=True, kw_only=True)
 class Hardware:
-    """What one rank and its links reach in practice, not their peaks.
+    """Rates that one rank and its links reach in practice, not their peaks.
 
     Attributes:
         gemm_flops_per_s: grouped matrix products of many rows.
@@ -216,7 +216,7 @@ class CostModel:
 
     @property
     def unpriced(self) -> tuple[str, ...]:
-        """What a planned step takes once and the prices have at 0: planning, where nobody measured it, and votes."""
+        """Parts of a planned step that the prices have at 0: planning, where nobody measured it, and votes."""
         return () if self.plan_s_per_count else ("planning", "votes") if self.begin_s == 0 else ("planning",)
 
     def expert_seconds(self, tokens_X: NDArray[np.integer], one: PassCost = FORWARD) -> NDArray[np.float64]:

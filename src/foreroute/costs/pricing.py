@@ -79,7 +79,7 @@ def least_seconds(counts_MLGE: NDArray[np.integer], topology: Topology, costs: C
 
 
 class CellCosts(NamedTuple):
-    """What each cell puts on ranks and links in a pass: seconds, but for rows."""
+    """Work of each cell on ranks and links in a pass: seconds, but for rows."""
 
     all_to_all_ML: NDArray[np.float64]  # [M, L], of one dispatch, or combine
     # [M, L, G, 4], of one dispatch, over each rank's NIC out, NIC in, node link out and node link in
@@ -91,7 +91,7 @@ class CellCosts(NamedTuple):
 
 
 def work_of_cells(hosts: Hosts, counts_MLGE: NDArray[np.integer], prices: Prices) -> CellCosts:
-    """What the hosts of a step put on ranks and links. Raises `PlanError` for hosts of other counts."""
+    """Price the work of a step's hosts on ranks and links. Raises `PlanError` for hosts of other counts."""
     hosts.require_fit(counts_MLGE)
     num_micro_steps, num_layers, num_ranks, _ = counts_MLGE.shape
     shapes = ((), (num_ranks, 4), (num_ranks, 2), (num_ranks, 5), (num_ranks, 5))

@@ -21,7 +21,7 @@ from foreroute.trace import NO_VERSION, DecisionStream, RoutingSpec, RoutingTrac
 
 @dataclass(frozen=True)
 class ForwardRows:
-    """What one forward of the whole model recorded, on the host: its rows without padding, sequence after sequence."""
+    """Rows of one forward of the whole model, on the host: its rows without padding, sequence after sequence."""
 
     lengths_S: NDArray[np.int64]  # rows of each sequence
     tokens_N: NDArray[np.int64]

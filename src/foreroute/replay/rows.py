@@ -33,19 +33,19 @@ MOST_SPREAD_ROWS = 1 << 16
 NATIVE, SPREAD = -1, -2
 """Rows of a batch that are padding: the model picks for `NATIVE`; `SPREAD - p` has row p of the spread picks."""
 Counts = Literal["native", "replayed"]
-"""Whose selection counts: the router's own one, or the executed one (replayed, and its own where no route is)."""
+"""Selection that counts: the router's own one, or the executed one (replayed, and its own where no route is)."""
 
 MissingRows = Literal["error", "native", "drop"]
-"""What to do when a row other than the last of its sequence has no route: refuse the batch ("error"), let the model
+"""Treatment when a row other than the last of its sequence has no route: refuse the batch ("error"), let the model
 route it and use every token ("native"), or that and take later tokens of the sequence out of the loss ("drop")."""
 
 PaddingRows = Literal["spread", "native"]
-"""Who picks for padding: replay, evenly over expert-parallel ranks and experts ("spread"), or the model ("native")."""
+"""Picker for padding: replay, evenly over expert-parallel ranks and experts ("spread"), or the model ("native")."""
 
 
 @dataclass(frozen=True)
 class Policy:
-    """How to replay, as `RoutedModel.replay` describes it."""
+    """Rules of a replay, as `RoutedModel.replay` describes it."""
 
     missing: MissingRows
     padding: PaddingRows
@@ -60,7 +60,7 @@ class Policy:
 
 
 class PlacedRows(NamedTuple):
-    """Where the rows that a rank sees are among those of their micro-batch, and what is replayed beside them."""
+    """Places of a rank's rows among those of their micro-batch, and what is replayed beside them."""
 
     num_rows: int  # N, rows of the micro-batch, on whatever rank
     row_R: Tensor  # integers [R], the packed row of each; N for padding

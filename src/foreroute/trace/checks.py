@@ -14,7 +14,7 @@ from foreroute.kernels import BOOL, INT, NONE, ArrayOf, compiled
 from foreroute.trace.spec import ID_TYPES, RoutedLayer, RoutingSpec
 
 MISSING = -1
-"""What stands for an id in a row that was not recorded, where routes come in and go out as arrays."""
+"""Id in a row that was not recorded, where routes come in and go out as arrays."""
 PUT_AT_ONCE = 1 << 18
 """Bytes of routes that are looked at and then copied, so that they are read from memory once."""
 TAKEN_AT_ONCE = 1 << 18

@@ -39,7 +39,7 @@ from foreroute.trace.spec import ID_TYPES, RoutedLayer, RoutingSpec, spec_from
 from foreroute.trace.streams import DecisionStream, check_name
 
 Encoding = Literal["sets", "ordered"]
-"""How a file holds the picks of a row: as a set, or in pick order."""
+"""Form of a row's picks in a file: as a set, or in pick order."""
 ENCODINGS: tuple[Encoding, ...] = ("sets", "ordered")
 """All of them, the default first."""
 FRAMES = "frames"
@@ -298,7 +298,7 @@ def _numbers(planes: NDArray[np.uint8], dtype: Any) -> NDArray[Any]:
 
 @dataclass(frozen=True)
 class TraceHeader:
-    """What a file says about itself. N rows in C chunks of F frames."""
+    """Header of a trace file. N rows in C chunks of F frames."""
 
     spec: RoutingSpec  # the model
     as_sets: bool  # whether ids are gaps of sorted ids; else they are in pick order

@@ -22,7 +22,7 @@ ID_TYPES = np.dtype(np.uint8), np.dtype(np.uint16)
 
 
 class LayerKind(StrEnum):
-    """Which part of a model a routed layer belongs to. Each kind numbers its layers on its own.
+    """Part of a model that a routed layer belongs to. Each kind numbers its layers on its own.
 
     A decoder layer whose attention block routes too has two rows, ATTENTION and DECODER, of the same number.
     """
@@ -51,7 +51,7 @@ class RoutedLayer:
 
     @property
     def noun(self) -> str:
-        """What messages and axes call such a layer, without its number."""
+        """Name of such a layer in messages and axes, without its number."""
         return str(self.kind)
 
     def __str__(self) -> str:

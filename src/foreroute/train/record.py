@@ -1,4 +1,4 @@
-"""What a step is recorded as: reward, mismatch without and with replay on one rollout, loads of ranks."""
+"""Record of a step: reward, mismatch without and with replay on one rollout, loads of ranks."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What switches plans on in verl's Megatron engine.
+"""Switch for plans in verl's Megatron engine.
 
 When the micro-batches of a batch are known and none of them has run, the ranks that share experts tell each other their
 counts. Then a thread of the first plans, while the first micro-batch runs at home. The others run under the plan, which
