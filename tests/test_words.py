@@ -57,6 +57,19 @@ def test_words_are_seen_where_they_stand():
     assert fences_away("a\n```python\n# Of such\n```\nb").split() == ["a", "b"]
 
 
+def docstrings_without_subject(nodes):
+    """Lines of docstrings, of constants and fields too, that begin with a question or a conjunction."""
+    opening = re.compile(r"(What|Which|How|Where|Whether|That|Who|Whose|Why|When|With|And)\b")
+    strings = [node.value for node in nodes if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant)]
+    return [each.lineno for each in strings if isinstance(each.value, str) and opening.match(each.value.lstrip())]
+
+
+def test_docstrings_begin_with_a_verb_or_a_noun():
+    assert not [f"{path}:{line}" for path, nodes in source_nodes() for line in docstrings_without_subject(nodes)]
+    planted = '"""How to plan."""\nA = 1\n"""With data."""\ndef f():\n    """Whatever is."""\n    """Which."""'
+    assert docstrings_without_subject(ast.walk(ast.parse(planted))) == [1, 3, 6]
+
+
 def test_nobody_is_told_to_install_a_name_that_is_not_ours():
     """foreroute is in no package index; whoever registers the name would own every reader's machine."""
     told = re.compile(r"foreroute\[[a-z,]+\]|(install|add|download)[^\S\n]+(-\S+\s+)*['\"]?foreroute\b(?! @)")

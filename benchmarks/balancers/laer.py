@@ -39,10 +39,10 @@ def crossing(problem: BalancerInput) -> float:
     serve_s = sum(
         forward * (prices.forward.row_s + prices.forward.pair_s)
         + backward * (prices.backward.row_s + prices.backward.pair_s)
-        for _, forward, backward in prices.groups
+        for _, forward, backward in prices.sweeps
     )
     # serving is priced in seconds, so that crossing becomes a number of assignments
-    legs = 2 * sum(forward + backward for _, forward, backward in prices.groups)  # a dispatch and a combine each
+    legs = 2 * sum(forward + backward for _, forward, backward in prices.sweeps)  # a dispatch and a combine each
     return float(legs * prices.cluster_row_s / serve_s)
 
 

@@ -1,4 +1,4 @@
-"""Whether values from outside are numbers and arrays as they must be. Each check raises the `error` that it is told."""
+"""Checks that values from outside are numbers and arrays as needed. Each check raises the `error` that it is told."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ UNITS = {
     "_s_per_count": "seconds (1 ns is 1e-9)",
     "_bytes": "bytes (bfloat16 has 2)",
 }
-"""What names of figures end with, and the unit that is expected of them."""
+"""Endings of figures' names, and the unit that each expects."""
 
 
 def is_whole(value: object) -> TypeGuard[int]:

@@ -32,7 +32,7 @@ def few(names: Iterable[str]) -> str:
 
 
 def how_to_install(extra: str) -> str:
-    """What brings the libraries of an extra. foreroute is not on PyPI, so it is installed from a clone."""
+    """Say what installs the libraries of an extra. foreroute is not on PyPI, so it is installed from a clone."""
     return f"pip install '.[{extra}]' in a clone of foreroute brings it"
 
 

@@ -43,7 +43,7 @@ class ArrayOf:
         self._pack = struct.Struct(self.letters).pack
 
     def words(self, array: Any) -> tuple[int, ...]:
-        """Where an array begins, and its shape. Raises TypeError unless it fits."""
+        """Return the address and shape of an array. Raises TypeError unless it fits."""
         flags = array.flags
         if array.dtype != self.dtype or array.ndim != self.ndim or not flags.c_contiguous:
             seen = f"{array.dtype} {array.shape}"
@@ -53,7 +53,7 @@ class ArrayOf:
         return (INT.from_address(id(array) + _HEADER).value, *array.shape)
 
     def from_param(self, array: Any) -> bytes:
-        """What ctypes hands over the address of."""
+        """Return what ctypes hands over the address of."""
         return self._pack(*self.words(array))
 
 
@@ -68,7 +68,7 @@ class StructOf:
         self._pack = struct.Struct(self.letters).pack
 
     def words(self, record: Any) -> Iterable[Any]:
-        """What the fields hold, arrays by address and shape. Raises TypeError unless all fit."""
+        """Return the fields' values, arrays by address and shape. Raises TypeError unless all fit."""
         found: list[Any] = []
         for name, words in self._fields:
             value = getattr(record, name)
@@ -79,7 +79,7 @@ class StructOf:
         return found
 
     def from_param(self, record: Any) -> bytes:
-        """What ctypes hands over the address of."""
+        """Return what ctypes hands over the address of."""
         return self._pack(*self.words(record))
 
 

@@ -97,10 +97,10 @@ class WithinGroups(Adapter, fails="group-limit"):
     family = "deepseek_v3"
 
     def rows(self, trace):
-        size = trace.spec.num_experts // self.groups.count
+        size = trace.spec.num_experts // self.group_limit.count
         held = np.sort(trace.expert_ids_NLK // size, axis=-1)
-        spanned = 1 + (np.diff(held, axis=-1) != 0).sum(-1, keepdims=True)
-        return with_ids(trace, np.where(spanned > self.groups.live, np.arange(trace.spec.top_k), trace.expert_ids_NLK))
+        exceeds = (np.diff(held, axis=-1) != 0).sum(-1, keepdims=True) >= self.group_limit.live
+        return with_ids(trace, np.where(exceeds, np.arange(trace.spec.top_k), trace.expert_ids_NLK))
 
 
 def over_all(self, logits, targets, masks):

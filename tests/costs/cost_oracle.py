@@ -90,12 +90,12 @@ def seconds(hosts, home_E, rows, tokens_G, squares_G, topology, costs, slots="la
         for expert, rank, _, fetched in hosts
         if fetched and rank != int(home_E[expert])
     ]
-    for pass_name, groups in PASSES.items():
+    for pass_name, sweeps in PASSES.items():
         parts = dict.fromkeys(("attention", "all_to_all", "experts", "fixed", "exposed"), 0.0)
-        filling = groups if slots == "shared" else groups[:1]
-        for place, group in enumerate(groups):
+        filling = sweeps if slots == "shared" else sweeps[:1]
+        for place, sweep in enumerate(sweeps):
             here = dict.fromkeys(parts, 0.0)
-            for one in group:
+            for one in sweep:
                 here["attention"] += max(
                     GEMM[one] * 2 * model.dense_parameters * t / machine.gemm_flops_per_s
                     + CORE[one] * 2 * model.attention_width * s / machine.attention_flops_per_s

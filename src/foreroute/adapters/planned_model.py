@@ -1,4 +1,4 @@
-"""What a model of every framework says about plans: how it counts its routes, and executes a plan on its experts."""
+"""Plans of a model in every framework: it counts its routes, and executes a plan on its experts."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ class PlannedModel(RoutedModel):
     @property
     @abstractmethod
     def _execution_holder(self) -> ExecutionHolder:
-        """Where its layers look for the plan that is executed."""
+        """Holder of the executed plan, where layers look for it."""
 
     @abstractmethod
     def _planned_batches(self, given: Sequence[Any]) -> list[MicroBatch]:

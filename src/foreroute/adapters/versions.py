@@ -38,7 +38,7 @@ PEERS = {
     "SGLang": Peer(None, "0.5.10", "0.5.23"),
 }
 MOST_CHARACTERS = 100
-"""What a server states beyond these is not read."""
+"""Characters of a server's statement that are read."""
 
 
 def require_peers(*packages: str) -> None:

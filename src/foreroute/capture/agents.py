@@ -1,4 +1,4 @@
-"""What a reader of an agent's record gives: sequences to train on, and what was left out.
+"""The result of reading an agent's record: sequences to train on, and what was left out.
 
     record ── every path of calls is one conversation ──▶ sequence: tokens, routes, which tokens were sampled for it
            └─ a call that two paths share was sampled once: it is trained on the first of them
@@ -31,7 +31,7 @@ WeightVersion = int | Callable[[Mapping[str, Any]], int]
 
 @dataclass(frozen=True, eq=False)
 class AgentRollout:
-    """What one record of an agent's calls has to train on.
+    """Sequences to train on from one record of an agent's calls.
 
     Attributes:
         generation: S sequences; None where nothing can be trained on.

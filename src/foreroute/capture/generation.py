@@ -1,4 +1,4 @@
-"""What a rollout engine is asked for, and what it hands to a trainer, also on disk.
+"""The sampling that a rollout engine is asked for, and the generation it returns, also on disk.
 
 A generation on disk is a trace file that has the log-probs of sampled tokens too. What reads traces reads its trace.
 """
@@ -25,7 +25,7 @@ from foreroute.trace.file import FORMAT, encode, read_trace
 
 @dataclass(frozen=True)
 class Sampling:
-    """How responses are sampled, the same for every engine.
+    """Settings that responses are sampled by, in every engine.
 
     Attributes:
         max_new_tokens: a response ends here unless `end_token` came first.
@@ -60,7 +60,7 @@ class Sampling:
 
     @property
     def truncates(self) -> bool:
-        """Whether tokens may be left out; a generation then has sampling masks."""
+        """Say whether tokens may be left out; a generation then has sampling masks."""
         return self.top_k > 0 or self.top_p < 1 or self.min_p > 0
 
 
@@ -120,7 +120,7 @@ class Generation:
 
     @property
     def targets_N(self) -> NDArray[np.bool_]:
-        """Whether the token behind was sampled, for all tokens but the last of each sequence: bool [N - S]."""
+        """Mark where the token behind was sampled, for all tokens but the last of each sequence: bool [N - S]."""
         is_first_N = np.zeros(len(self.sampled_N), np.bool_)
         is_first_N[self.trace.offsets[:-1]] = True
         return self.sampled_N[~is_first_N]

@@ -19,7 +19,7 @@ from foreroute.capture.recognition import RawSequence
 from foreroute.errors import CaptureError, shown
 
 NO_LOGPROB = -9999.0
-"""What vLLM writes for a log-prob that is missing or not finite."""
+"""Value that vLLM writes for a log-prob that is missing or not finite."""
 
 
 def read_logprobs(raw: RawSequence, tokens_T: NDArray[np.int32], what: str) -> NDArray[np.float32]:

@@ -1,4 +1,4 @@
-"""Which form an engine's output has, and where in it the routes lie. Objects are told by their attributes.
+"""Forms of engines' output, and the place of routes in each. Objects are told by their attributes.
 
 vllm    `routed_experts` on each choice: an array in process, base64 of a .npy file over HTTP; those of the prompt may
         be apart from it (`prompt_routed_experts` of 0.21)
@@ -34,7 +34,7 @@ from foreroute.checks import as_array
 from foreroute.errors import CaptureError, shown
 
 NPY_BASE64 = b64encode(NPY_MAGIC).decode()
-"""How routes begin that a server of vLLM puts into its answer."""
+"""First bytes of routes in the answer of a vLLM server."""
 PADDED = ("routed_experts", "rollout_expert_indices")
 """Names of the routes of a padded batch: verl's, and SkyRL's."""
 

@@ -56,7 +56,7 @@ MOST_WINDOW = 1 << 25
 """Bytes that a zstd frame may look back, which its decoder takes at once."""
 AT_ONCE = 1 << 20
 NODE_BYTES = 256
-"""What a node counts on a path, beside its tokens."""
+"""Bytes that a node takes on a path, beside its tokens."""
 
 
 @dataclass(frozen=True)

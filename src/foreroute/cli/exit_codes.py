@@ -1,4 +1,4 @@
-"""How a command ends: with one message and an exit code, whatever happens.
+"""The end of a command: one message and an exit code, whatever happens.
 
     0         it did what was asked
     1         a problem was found (diff, doctor), or something failed that is no mistake of the user's
@@ -38,7 +38,7 @@ EXTRA_OF = {
     "httpx": "engines",
     "scipy": "fit",
 }
-"""What verbs import that the light core does not bring, and the extra that does."""
+"""Modules that verbs import beyond the light core, and the extra that brings each."""
 USAGE_ERROR: Any = typer.BadParameter.__mro__[1]
 """Typer brings its own click since 0.26, and used click before."""
 ISSUES = "https://github.com/foreroute/foreroute/issues"

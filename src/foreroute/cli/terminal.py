@@ -1,4 +1,4 @@
-"""What every verb shows: a console that escapes what it prints, progress on a terminal, tables, and where a page is."""
+"""Output of every verb: a console that escapes what it prints, progress on a terminal, tables, and where a page is."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ if TYPE_CHECKING:  # most verbs show no table of a page
     from foreroute.report.page import Tile, Tone
 
 FEWEST_COLUMNS, MOST_COLUMNS = 40, 1000
-"""What COLUMNS of the environment is brought into."""
+"""Bounds that COLUMNS of the environment is brought into."""
 TONES: dict[Tone, str] = {"": "", "fine": "green", "note": "blue", "warning": "yellow", "problem": "bold red"}
 """Styles of the tones of a page."""
 FOREVER_S = 1e9
@@ -78,7 +78,7 @@ def is_first_rank() -> bool:
 
 
 class Work:
-    """What a command is doing, as a line of Rich's progress."""
+    """The work of a command, as a line of Rich's progress."""
 
     def __init__(self, progress: Progress, what: str, *, total: int = 0, unit: str = "") -> None:
         self._progress = progress

@@ -66,7 +66,7 @@ def watching(config: TrainConfig, console: Console) -> Iterator[Watcher]:
 
 
 class Display:
-    """What a run shows: what is under way, lines where there is no terminal, and alarms on both."""
+    """Output of a run: what is under way, lines where there is no terminal, and alarms on both."""
 
     def __init__(self, config: TrainConfig, console: Console, work: Work) -> None:
         self._config, self._console, self._work = config, console, work

@@ -1,4 +1,4 @@
-"""What an adapter author implements to have an adapter checked: how to build, attach, run and look. Numpy only.
+"""The interface an adapter author implements for the checks: how to build, attach, run and look. Numpy only.
 
     class Mine(AdapterUnderTest):
         name = "my framework"
@@ -83,7 +83,7 @@ class Batch:
 
 @dataclass(frozen=True, eq=False)
 class Seen:
-    """What the author's probe saw in one forward. N real tokens, packed sequence after sequence in the batch's order.
+    """Values that the probe saw in one forward. N real tokens, packed sequence after sequence in the batch's order.
 
     Attributes:
         ids_NLK: integers [N, L, K], the experts that each token was computed by, layers in order of execution.
@@ -110,7 +110,7 @@ class Step(Protocol):
 
     @property
     def seen(self) -> Seen:
-        """What the probe saw."""
+        """Values that the probe saw."""
 
     def backward(self) -> None:
         """Differentiate the loss; gradients add up in the model."""
@@ -141,7 +141,7 @@ class ModelUnderTest(Protocol):
 
 
 class RecordingUnderTest(Protocol):
-    """What a record session collects."""
+    """Routes that a record session collects."""
 
     def trace(self) -> RoutingTrace:
         """Everything recorded so far."""
@@ -162,7 +162,7 @@ class AttachedModel(Protocol):
 
 
 @dataclass(frozen=True)
-class Groups:
+class GroupLimit:
     """Selection limited to groups: E experts in `count` groups of equal size, of which `live` take part."""
 
     count: int
@@ -175,7 +175,7 @@ class AdapterUnderTest(Protocol):
     Attributes:
         name: for the report.
         vocabulary: token ids 1 .. vocabulary - 1 may be used.
-        groups: the group limit of the router, or None.
+        group_limit: the group limit of the router, or None.
         gradient_tolerance: relative difference allowed between gradients that should be the same; 0 for bit-equal.
         picks_in_order: whether the probe sees the picks of a row in the router's order; where experts are given a set,
             recordings are compared as sets.
@@ -184,7 +184,7 @@ class AdapterUnderTest(Protocol):
 
     name: str
     vocabulary: int = 32
-    groups: Groups | None = None
+    group_limit: GroupLimit | None = None
     gradient_tolerance: float = 0.0
     picks_in_order: bool = True
     scores_on_sets: bool = False
@@ -209,5 +209,5 @@ class AdapterUnderTest(Protocol):
     def ingest(
         self, spec: RoutingSpec, token_ids: Sequence[ArrayLike], expert_ids: Sequence[ArrayLike]
     ) -> RoutingTrace:
-        """How routes from outside become a trace. Override it where the adapter has an entrance of its own."""
+        """Make a trace of routes from outside. Override it where the adapter has an entrance of its own."""
         return RoutingTrace.from_sequences(spec, token_ids, expert_ids)

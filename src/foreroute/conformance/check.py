@@ -1,4 +1,4 @@
-"""What a check is, what came of it, and what checks stand on.
+"""Checks, their outcomes, and what they stand on.
 
 A `CheckContext` holds what several need: batches, routes, the behaviour of the untouched model, and where replayed
 routes ended up. `misplaced` names the mistake when they did not reach their experts. What a check needs is data: one
@@ -42,7 +42,7 @@ class CheckFailed(Exception):  # noqa: N818
 
 
 class Outcome(StrEnum):
-    """What came of a check. `BLOCKED` is no pass: another check failed and this one could say nothing."""
+    """Outcome of a check. `BLOCKED` is no pass: another check failed and this one could say nothing."""
 
     PASSED = "passed"
     FAILED = "failed"
@@ -86,7 +86,7 @@ class Checks(list[Check]):
 
 @dataclass(frozen=True)
 class CheckResult:
-    """What came of one check.
+    """Result of one check.
 
     Attributes:
         check: the check.
@@ -168,18 +168,18 @@ class CheckContext:
 
     @cached_property
     def native_replay(self) -> Seen:
-        """What the attached model did under its own routes."""
+        """Forward of the attached model under its own routes."""
         return self.replayed(self.native_trace())
 
     def replayed(self, trace: RoutingTrace, batch: Batch | None = None) -> Seen:
-        """What a new attached model does under a trace, on the base batch or another."""
+        """Run a new attached model under a trace, on the base batch or another."""
         model, handle = self.pair()
         with handle.replay(trace):
             return model.forward(batch or self.base, grad=False).seen
 
     @cached_property
     def placement(self) -> Misplaced | None:
-        """Where foreign routes, with and without a row for the last token, ended up; None where they belong."""
+        """Misplaced foreign routes, with and without a row for the last token; None where all are in place."""
         found = None
         # T rows and T - 1 rows: an adapter that counts from the end is right with one of them alone
         for absent in (0, 1):
@@ -214,7 +214,7 @@ def refused(action: Callable[[], Any]) -> str | None:
 
 
 def unless_refused(action: Callable[[], Any]) -> Any:
-    """What the action returned; None where foreroute refused it."""
+    """Return what the action returned; None where foreroute refused it."""
     try:
         return action()
     except ForerouteError:
@@ -275,7 +275,7 @@ def require_foreign_followed(context: CheckContext, case: Case, *, low: int = 0,
 
 
 def _first(wanted: RoutingTrace, seen_NLK: NDArray[Any], wrong_RL: NDArray[np.bool_]) -> str:
-    """How much was not followed, and the first decision that was not."""
+    """Say how much was not followed, and the first decision that was not."""
     routed = np.flatnonzero(wanted.valid_N)
     at, layer = (int(i) for i in np.argwhere(wrong_RL)[0])
     row = int(routed[at])

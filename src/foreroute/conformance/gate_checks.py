@@ -68,14 +68,14 @@ def _dense_scores(context: CheckContext) -> None:
 @CHECKS.add("group-limit", "The final selection is replaced, not limited to the router's own groups", needs=PLACEMENT)
 def _group_limit(context: CheckContext) -> None:
     """Replay more picks than there are live groups, each of which may be in a group of its own."""
-    groups = context.adapter.groups
-    if groups is None:
+    limit = context.adapter.group_limit
+    if limit is None:
         raise Unsupported("the router has no group limit")
-    size = context.spec.num_experts // groups.count
-    top_k = min(groups.live + 2, groups.live * size)
-    if top_k <= groups.live:
-        raise Unsupported(f"{groups.live} groups of {size} experts leave no choice to exceed the limit")
-    require_foreign_followed(context, Case(top_k=top_k), where=f"routes over more than {groups.live} groups")
+    size = context.spec.num_experts // limit.count
+    top_k = min(limit.live + 2, limit.live * size)
+    if top_k <= limit.live:
+        raise Unsupported(f"{limit.live} groups of {size} experts leave no choice to exceed the limit")
+    require_foreign_followed(context, Case(top_k=top_k), where=f"routes over more than {limit.live} groups")
 
 
 @CHECKS.add(

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import create_selective_checkpoint_contexts
 
 from foreroute.adapters import hf
-from foreroute.conformance.adapter import AdapterUnderTest, Batch, Case, Fault, Groups, Seen, Unsupported
+from foreroute.conformance.adapter import AdapterUnderTest, Batch, Case, Fault, GroupLimit, Seen, Unsupported
 from foreroute.conformance.torch_model import TorchModel, TorchStep, padded, raise_once
 from foreroute.trace import IndexerSpec
 
@@ -25,7 +25,7 @@ EXPERT_FIELDS = ("num_experts", "num_local_experts", "n_routed_experts")
 
 
 KEEPING = partial(create_selective_checkpoint_contexts, [torch.ops.aten.topk.default, torch.ops.aten.mm.default])
-"""What a selective checkpoint runs under: results of top-k and of products are kept."""
+"""Contexts of a selective checkpoint: results of top-k and of products are kept."""
 
 
 class HuggingFaceUnderTest(AdapterUnderTest):
@@ -41,7 +41,7 @@ class HuggingFaceUnderTest(AdapterUnderTest):
     def __init__(self, family: str, sizes: Mapping[str, Any]) -> None:
         self.name = f"{self.adapter} on {family}"
         self.vocabulary = int(sizes["vocab_size"])
-        self.groups = Groups(sizes["n_group"], sizes["topk_group"]) if sizes.get("n_group", 1) > 1 else None
+        self.group_limit = GroupLimit(sizes["n_group"], sizes["topk_group"]) if sizes.get("n_group", 1) > 1 else None
         self._family = family
         self._sizes = dict(sizes)
         self._built: dict[tuple[int | None, int | None], Any] = {}
@@ -159,7 +159,7 @@ class HuggingFaceModel(TorchModel):
 
     @contextmanager
     def _probed(self, real_BT: Tensor | None = None) -> Iterator[Given]:
-        """What every experts module is given; with a mask of tokens, also every attention by its indexer."""
+        """Note what every experts module is given; with a mask of tokens, also every attention by its indexer."""
         given: Given = {}
 
         def note_gates(path: str, args: tuple[Tensor, ...]) -> None:

@@ -32,7 +32,7 @@ _MARKS = {Outcome.PASSED: "ok", Outcome.FAILED: "FAIL", Outcome.NOT_APPLICABLE: 
 
 @dataclass(frozen=True)
 class ConformanceReport:
-    """What came of every check.
+    """Results of all checks.
 
     Attributes:
         adapter: its name.
@@ -44,7 +44,7 @@ class ConformanceReport:
 
     @property
     def ok(self) -> bool:
-        """Whether every check passed or does not apply."""
+        """Say whether every check passed or does not apply."""
         return all(r.outcome in (Outcome.PASSED, Outcome.NOT_APPLICABLE) for r in self.results)
 
     @property

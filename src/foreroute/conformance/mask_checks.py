@@ -92,7 +92,7 @@ def _without_a_set(trace: RoutingTrace) -> RoutingTrace:
 
 
 def _logprobs_on(context: CheckContext, sets: Sequence[NDArray[np.int64]]) -> NDArray[np.float64]:
-    """What the untouched model says on the sets, from its log-probs of each token of a set in the last place."""
+    """Compute the log-probs on the sets from the untouched model's of each token of a set in the last place."""
     base, ends = context.base, np.cumsum(context.base.lengths - 1) - 1
     model = context.untouched()
     of_set = []

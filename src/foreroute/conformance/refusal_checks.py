@@ -1,4 +1,4 @@
-"""What cannot be replayed rightly is refused with an error of foreroute's, before or in the first forward.
+"""Checks that foreroute refuses what cannot be replayed rightly, before or in the first forward.
 
 So are models that are not what they seem, unless replay finds the routers that run.
 """

@@ -1,4 +1,4 @@
-"""What torch frameworks share when they are presented to the kit: weights, gradients, padding, an injected error."""
+"""Parts that torch frameworks share under the kit: weights, gradients, padding, an injected error."""
 
 from __future__ import annotations
 

@@ -32,7 +32,7 @@ SQUASHING = frozenset(
     {torch.softmax, Tensor.softmax, functional.softmax, torch.sigmoid, Tensor.sigmoid, functional.sigmoid}
 )
 NO_CACHES = (Tensor, tuple, list, dict, str, int, float, type(None))
-"""What a model returns beside its cache: losses, states of layers, names."""
+"""Types that a model returns beside its cache: losses, states of layers, names."""
 
 
 Hooks = TypeVar("Hooks", bound=TrunkHooks)

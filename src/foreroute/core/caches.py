@@ -1,4 +1,4 @@
-"""Whether the rows of a key-value cache are still those of the sequences that a recording has seen.
+"""Check that the rows of a key-value cache are still those of the sequences that a recording has seen.
 
 A cache is a list of tensors, whose rows somebody may reorder, select, repeat or crop between two forwards: a beam
 search does. Then what a router did for a row of the batch is not what it did for the sequence that stands there later.
@@ -22,7 +22,7 @@ from .errors import ReplayError
 from .tensor_ids import times_written
 
 CACHES = ("cache", "past_key_values")
-"""What models call the argument that holds their cache: transformers from 5.24 on, and before."""
+"""Names of the argument that holds a model's cache: transformers from 5.24 on, and before."""
 NO_CACHE = (
     "so that the forward seems to continue a key-value cache, which was not recognised: pass one of transformers, "
     "which says by get_seq_length() how many positions it holds, as past_key_values or cache"
@@ -32,7 +32,7 @@ COUNTS = (torch.int32, torch.int64)
 
 
 class FollowedCache:
-    """What the forward before left of the cache of one model, in a recording. No cache lives longer for it."""
+    """Cache of one model as the forward before left it, in a recording. No cache lives longer for it."""
 
     def __init__(self) -> None:
         self._views: list[_View] | None = None
@@ -83,7 +83,7 @@ class FollowedCache:
 
 
 class _View:
-    """Which part of which memory a tensor shows, and how often that was written to."""
+    """Part of memory that a tensor shows, and the writes to it."""
 
     def __init__(self, tensor: Tensor) -> None:
         self._memory = _memory_of(tensor)

@@ -1,4 +1,4 @@
-"""What devices are asked about batches, and the host reads later.
+"""Questions to devices about batches, whose answers the host reads later.
 
 A batch on a GPU is compared with its routes there. Who reads the answer at once waits for all that was launched before
 it. So the host goes on. It reads an answer that has arrived when a later pass begins, and waits for the others once,
@@ -83,7 +83,7 @@ class DeferredChecks:
 
 
 class _Asked(NamedTuple):
-    """What one device was asked since the last answer was read."""
+    """Questions to one device since the last answer was read."""
 
     wrong: Tensor  # bool [], whether any batch is
     raisers: list[Callable[[], object]]

@@ -89,7 +89,7 @@ def _may_be_another_gate(router: SelectingRouter) -> bool:
 
 
 class FoundRouters(NamedTuple):
-    """What a small forward showed."""
+    """Routers that a small forward showed."""
 
     trunk: nn.Module  # the innermost module that was handed the tokens and contains the routers
     tokens: str  # its argument that held them
@@ -167,7 +167,7 @@ def find_by(
 
 
 class _Watched:
-    """What a forward showed of candidates, and of blocks that select beside them."""
+    """Observations of candidates in a forward, and of blocks that select beside them."""
 
     def __init__(self) -> None:
         self.seen: dict[SelectingRouter, list[Selection]] = {}  # of the first call of each that ran

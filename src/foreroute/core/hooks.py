@@ -44,7 +44,7 @@ from .recompute import bind, run_unnumbered
 from .selection import LayerPass, SelectionRule
 
 UNCOPYABLE = "__deepcopy__", "__reduce_ex__"
-"""What `copy.deepcopy` and `pickle` ask an instance for: the hooks of a copy would run the original."""
+"""Methods that `copy.deepcopy` and `pickle` ask an instance for: the hooks of a copy would run the original."""
 
 
 @contextmanager
@@ -216,11 +216,11 @@ class ModelHooks(ABC):
         """Read what a call of the trunk says about its batch. Raises for what cannot be recorded or replayed."""
 
     def session_contexts(self) -> Iterable[AbstractContextManager[Any]]:
-        """What else is open while a session is, above its stand-ins and below the hooks on routers."""
+        """Return what else is open while a session is, above its stand-ins and below the hooks on routers."""
         return ()
 
     def open_others(self, current: Pass) -> Sequence[tuple[Any, Any]]:
-        """What each of the other modules does in a pass, and in its recomputation; says whether they must."""
+        """Return what each other module does in a pass, and in its recomputation; says whether they must."""
         return ()
 
     @contextmanager

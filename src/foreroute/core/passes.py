@@ -50,7 +50,7 @@ class Rows:
 
 
 class RecordOptions(NamedTuple):
-    """What is kept of a pass beside native picks, and whether it is given routes."""
+    """Options of what is kept of a pass beside native picks, and whether it is given routes."""
 
     routes: bool = False  # it is given those to force
     native: bool = False  # of rows that are replayed too
@@ -262,7 +262,7 @@ class PassStack:
 
 
 class ForwardArgs(Protocol):
-    """What the arguments of one forward say about its batch. Every framework has its own."""
+    """Facts about a batch in the arguments of one forward. Every framework has its own."""
 
     @property
     def num_router_rows(self) -> int:
@@ -270,11 +270,11 @@ class ForwardArgs(Protocol):
 
     @property
     def device(self) -> torch.device:
-        """Where the model takes them."""
+        """Device on which the model takes them."""
 
 
 class Interceptor:
-    """What stands at both ends of every pass while it is open: sessions, and what counts beside them.
+    """Listener at both ends of every pass while it is open: sessions, and what counts beside them.
 
     The default does nothing. `chunk` is the number of what a rank runs in one go; 0 where it runs the whole model.
     """

@@ -53,7 +53,7 @@ def bind(current: object, ran: Iterable[Any], reopen: Reopen, *, until: CodeType
 
 
 class _Recompute:
-    """What a checkpoint runs in backward: its function, in the pass of one owner's first run."""
+    """Recomputation of a checkpoint in backward: its function, in the pass of one owner's first run."""
 
     def __init__(self, function: Callable[..., Any], current: object, reopen: Reopen) -> None:
         self.function, self.current, self.reopen = function, current, reopen

@@ -36,7 +36,7 @@ NOTHING_RECORDED = (
 )
 
 Missing = Literal["native", "error"]
-"""What to do with rows of -1 that are neither padding nor the last of their sequence."""
+"""Treatment of rows of -1 that are neither padding nor the last of their sequence."""
 
 
 class LayerReport(NamedTuple):
@@ -206,7 +206,7 @@ class Routed(HookedModel):
                 self.checks.add(args.continues, partial(raise_where, args.continues, said))
 
     def report(self) -> list[LayerReport]:
-        """What was replayed by each router over all sessions so far. Waits for the device.
+        """Report what each router replayed over all sessions so far. Waits for the device.
 
         Raises:
             ReplayError: when ids that were replayed were wrong.
@@ -238,7 +238,7 @@ class _TensorReplay(Replaying):
 
 
 class TensorRecording(Interceptor):
-    """What routers did in every forward of a `Routed.record`."""
+    """Picks of routers in every forward of a `Routed.record`."""
 
     options = RecordOptions(caches=True)
 

@@ -16,7 +16,7 @@ from .errors import ReplayError
 from .route_ids import INTEGERS, described, find_faults, raise_faults, signed
 
 Gate = Literal["softmax", "sigmoid", "scores", "softmax of picks", "sigmoid of picks"]
-"""What routers select by, and weigh by: a softmax of logits, a sigmoid of them, or scores as they are; or logits, of
+"""Basis of selection and weights: a softmax of logits, a sigmoid of them, or scores as they are; or logits, of
 which the picks' softmax or sigmoid is taken."""
 
 

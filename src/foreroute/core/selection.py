@@ -27,7 +27,7 @@ FILLING = frozenset({torch.masked_fill, Tensor.masked_fill})
 
 @dataclass(frozen=True, eq=False)
 class LayerPass:
-    """What one router does in one pass."""
+    """Pass of one router."""
 
     path: str  # of the router, for messages
     layer: int  # its row of the layer axis
@@ -241,7 +241,7 @@ def _flat(tensor: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class SelectionRule:
-    """How one class of router selects.
+    """Rule by which one class of router selects.
 
     The self-check replays the expert behind each native pick, so that any K different experts must be a legal
     selection. A router that allows fewer is refused.

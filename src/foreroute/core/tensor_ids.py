@@ -18,11 +18,11 @@ class TensorIds:
         self._ids = [(ref(tensor), times_written(tensor)) for tensor in tensors]
 
     def has(self, tensor: Tensor) -> bool:
-        """Whether this is one of them, and unwritten."""
+        """Say whether this is one of them, and unwritten."""
         return any(known() is tensor and times_written(tensor) == times for known, times in self._ids)
 
     def fit(self, tensors: Sequence[Tensor]) -> bool:
-        """Whether these are they, and unwritten; in inference mode, where nobody counts, whether these are they."""
+        """Compare tensors with these, and their writes; in inference mode, where nobody counts, tensors alone."""
         return len(tensors) == len(self._ids) and all(
             known() is tensor and times_written(tensor) == times
             for tensor, (known, times) in zip(tensors, self._ids, strict=True)

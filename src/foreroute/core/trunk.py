@@ -22,7 +22,7 @@ from .untouched import parameters_kept
 
 @dataclass(frozen=True)
 class TrunkArgs:
-    """What the shapes of a forward's arguments say."""
+    """Facts in the shapes of a forward's arguments."""
 
     shape: tuple[int, int]  # (B, T)
     past: int | None  # positions that the key-value cache held already; None without one
@@ -57,7 +57,7 @@ class TrunkHooks(ModelHooks):
 
     @property
     def device(self) -> torch.device | None:
-        """Where the weights of the routers are; None where they have none, or accelerate keeps all offloaded."""
+        """Device of the routers' weights; None where they have none, or accelerate keeps all offloaded."""
         for router in self.routers:
             for parameter in router.selecting[0].parameters():
                 if not parameter.is_meta:

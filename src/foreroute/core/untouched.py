@@ -104,7 +104,7 @@ def parameters_kept(
 
 
 class _Values(NamedTuple):
-    """Where the values of a parameter were."""
+    """Former place of the values of a parameter."""
 
     parameter: nn.Parameter
     data: Tensor  # an alias of it, which keeps its storage

@@ -22,7 +22,7 @@ struct Prices {
     double layer_s;
     bool dedup;
     int64_t top_k, ranks_per_node, memory_ranks;
-    Array<const int64_t, 2> groups;
+    Array<const int64_t, 2> sweeps;
     bool refetches;
 
     bool is_near(int64_t rank, int64_t other) const { return rank / ranks_per_node == other / ranks_per_node; }

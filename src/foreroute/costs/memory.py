@@ -23,17 +23,17 @@ from foreroute.plan.received_rows import KnownRows
 from foreroute.plan.step_plan import StepPlan
 
 Work = Literal["home", "elsewhere", "here"]
-"""What a cell is to a rank: without a replica on any rank, with some on other ranks alone, with some here."""
+"""Cells by replicas: without one on any rank, with some on other ranks alone, with some here."""
 WORKS: tuple[Work, ...] = ("home", "elsewhere", "here")
 SIZES = ("one", "tokens", "squares", "targets", "sent", "home_rows", "replica_rows", "replicas", "returned")
-"""What bytes are linear in: 1; of the micro-batch its tokens with padding, the square of its width for each sequence,
+"""Terms of the bytes: 1; of the micro-batch its tokens with padding, the square of its width for each sequence,
 and rows of logits; assignments that the rank sends; rows that its home experts and its replicas compute; replicas here,
 and those elsewhere of experts that live here."""
 MOST_BUDGET = 1 << 60
 
 
 class BatchSizes(NamedTuple):
-    """What ranks put into a model, integers [M, G]."""
+    """Sizes of micro-batches of the ranks, integers [M, G]."""
 
     tokens: NDArray[np.int64]  # with padding
     squares: NDArray[np.int64]  # sequences times width times width
@@ -51,7 +51,7 @@ class MemorySection(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class StepMemory:
-    """What a model takes in a micro-step of an update, as `measure_memory` finds it.
+    """Memory of a model in a micro-step of an update, as `measure_memory` finds it.
 
     Attributes:
         expert_bytes: weights of one expert, as a slot holds them.

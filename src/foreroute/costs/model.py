@@ -52,7 +52,7 @@ Dispatcher = Literal["copies", "dedup"]
 
 @dataclass(frozen=True, kw_only=True)
 class ModelShape:
-    """What one routed layer of a model computes and moves.
+    """Sizes of one routed layer of a model.
 
     Attributes:
         num_layers: routed layers.
@@ -108,7 +108,7 @@ class ModelShape:
 
 @dataclass(frozen=True, kw_only=True)
 class Hardware:
-    """What one rank and its links reach in practice, not their peaks.
+    """Rates that one rank and its links reach in practice, not their peaks.
 
     Attributes:
         gemm_flops_per_s: grouped matrix products of many rows.
@@ -171,10 +171,10 @@ BACKWARD = PassCost(2.0, 4.0, 1.6, 3.0)
 
 
 PASSES = (((1, 0),), ((1, 0), (1, 1)))
-"""Recompute and update, each as its groups of (forward passes, backward passes) over every cell, in order. The update
+"""Recompute and update, each as its sweeps of (forward passes, backward passes) over every cell, in order. The update
 goes through all layers forward, then backward, where each layer's activations are first computed anew and replicas
-return gradients. Weights of replicas are fetched once for each group, while the group before it runs."""
-_GROUPS = np.array([(s, *group) for s, groups in enumerate(PASSES) for group in groups])
+return gradients. Weights of replicas are fetched once for each sweep, while the sweep before it runs."""
+_SWEEPS = np.array([(s, *sweep) for s, sweeps in enumerate(PASSES) for sweep in sweeps])
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -216,7 +216,7 @@ class CostModel:
 
     @property
     def unpriced(self) -> tuple[str, ...]:
-        """What a planned step takes once and the prices have at 0: planning, where nobody measured it, and votes."""
+        """Parts of a planned step that the prices have at 0: planning, where nobody measured it, and votes."""
         return () if self.plan_s_per_count else ("planning", "votes") if self.begin_s == 0 else ("planning",)
 
     def expert_seconds(self, tokens_X: NDArray[np.integer], one: PassCost = FORWARD) -> NDArray[np.float64]:
@@ -308,7 +308,7 @@ class CostModel:
             top_k=shape.top_k,
             ranks_per_node=topology.ranks_per_node,
             memory_ranks=topology.ranks_per_node if takes_host_memory(self.paths) else 1,
-            groups=_GROUPS,
+            sweeps=_SWEEPS,
             refetches=slots == "shared",
         )
 
@@ -345,8 +345,8 @@ class Prices(NamedTuple):
     top_k: int  # picks per token
     ranks_per_node: int  # of the topology
     memory_ranks: int  # neighbouring ranks that fetch each other's weights through host memory; 1: none do
-    groups: NDArray[np.int64]  # [groups of both passes, 3]: pass, forwards, backwards
-    refetches: bool  # whether each group of a pass fetches weights; else the first one does, and slots keep them
+    sweeps: NDArray[np.int64]  # [sweeps of both passes, 3]: pass, forwards, backwards
+    refetches: bool  # whether each sweep of a pass fetches weights; else the first one does, and slots keep them
 
 
 _TYPES: dict[Any, Any] = {int: INT, float: FLOAT, bool: BOOL, NDArray[np.int64]: ArrayOf(np.int64, 2)}

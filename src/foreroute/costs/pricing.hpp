@@ -82,10 +82,10 @@ inline Parts cell_seconds(const CellPlan &cell, const AtHome &at_home, const Arr
     }
     Parts parts;
     double fetches_S[2] = {};
-    for (int64_t i = 0; i < prices.groups.length(); ++i) {
-        const int64_t pass = prices.groups(i, 0);
-        const double forwards = static_cast<double>(prices.groups(i, 1));
-        const double backwards = static_cast<double>(prices.groups(i, 2));
+    for (int64_t i = 0; i < prices.sweeps.length(); ++i) {
+        const int64_t pass = prices.sweeps(i, 0);
+        const double forwards = static_cast<double>(prices.sweeps(i, 1));
+        const double backwards = static_cast<double>(prices.sweeps(i, 2));
         const double attention = forwards * attention_2[0] + backwards * attention_2[1];
         const double all_to_all = 2 * (forwards + backwards) * leg_s;
         const double experts = forwards * forward_s + backwards * backward_s;
@@ -96,8 +96,8 @@ inline Parts cell_seconds(const CellPlan &cell, const AtHome &at_home, const Arr
         seconds_P[EXPERTS] += experts;
         seconds_P[FIXED] += fixed;
         // Transfers run beside the cell before, which is taken to be as long as this one: a layer's time once the
-        // pipeline of layers runs. Copies from host memory have the whole of a group of passes. Slots that a layer
-        // keeps are filled once in a pass, shared ones for each group.
+        // pipeline of layers runs. Copies from host memory have the whole of a sweep. Slots that a layer
+        // keeps are filled once in a pass, shared ones for each sweep.
         if (prices.refetches || fetches_S[pass] == 0) {
             seconds_P[EXPOSED] += max(0.0, copies_s - (attention + all_to_all + experts + fixed));
             fetches_S[pass] += 1;

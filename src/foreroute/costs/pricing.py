@@ -83,7 +83,7 @@ def least_seconds(
     # no placement of experts changes attention
     passes_ML2 = slowest_attention(counts_MLGE, costs, squares_MG) + least_expert_seconds(counts_MLGE, costs)
     passes_ML2 += prices.layer_s + 2 * prices.latency_s
-    passes_2 = prices.groups[:, 1:].sum(axis=0)
+    passes_2 = prices.sweeps[:, 1:].sum(axis=0)
     seconds_ML: NDArray[np.float64] = passes_ML2 @ passes_2
     return seconds_ML
 
@@ -97,7 +97,7 @@ def least_expert_seconds(counts_MLGE: NDArray[np.integer], costs: CostModel) -> 
 
 
 class CellCosts(NamedTuple):
-    """What each cell puts on ranks and links in a pass: seconds, but for rows."""
+    """Work of each cell on ranks and links in a pass: seconds, but for rows."""
 
     all_to_all_ML: NDArray[np.float64]  # [M, L], of one dispatch, or combine
     # [M, L, G, 4], of one dispatch, over each rank's NIC out, NIC in, node link out and node link in
@@ -109,7 +109,7 @@ class CellCosts(NamedTuple):
 
 
 def work_of_cells(hosts: Hosts, counts_MLGE: NDArray[np.integer], prices: Prices) -> CellCosts:
-    """What the hosts of a step put on ranks and links. Raises `PlanError` for hosts of other counts."""
+    """Price the work of a step's hosts on ranks and links. Raises `PlanError` for hosts of other counts."""
     hosts.require_fit(counts_MLGE)
     num_micro_steps, num_layers, num_ranks, _ = counts_MLGE.shape
     shapes = ((), (num_ranks, 4), (num_ranks, 2), (num_ranks, 5), (num_ranks, 5))

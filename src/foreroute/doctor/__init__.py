@@ -1,4 +1,4 @@
-"""What a mismatch is, where it starts, and what to do about it: evidence about a trainer and an engine, and findings.
+"""Diagnosis of a mismatch, its start and its remedies: evidence about a trainer and an engine, and findings.
 
 Importing this room loads no torch; `doctor.examine`, which gathers evidence from a model, does.
 """

@@ -1,4 +1,4 @@
-"""Which layers and flips make a gap, as `doctor.explain` finds it, and what is said of it. No torch."""
+"""Layers and flips that make a gap, as `doctor.explain` finds it, in words. No torch."""
 
 from __future__ import annotations
 

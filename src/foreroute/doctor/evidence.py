@@ -1,4 +1,4 @@
-"""What is known about a trainer and an engine, what is measured of it, and the form of what is found. No torch."""
+"""Facts and measurements of a trainer and an engine, and the form of findings. No torch."""
 
 from __future__ import annotations
 
@@ -168,7 +168,7 @@ class Measures:
 
 
 class Severity(IntEnum):
-    """How bad a finding is."""
+    """Severity of a finding."""
 
     FINE = 0
     NOTE = 1

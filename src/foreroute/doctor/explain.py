@@ -1,4 +1,4 @@
-"""Which layers and flips make a gap: first order at both ends, own flips beside earlier ones, exact checks.
+"""Search for layers and flips that make a gap: first order at both ends, own flips beside earlier ones, exact checks.
 
 Two passes with gradients, one on the trainer's own routes and one on the engine's. What each flip adds to the output of
 its layer is computed at both, and one backward each says what that adds to k3. Either end is off by the curvature

@@ -9,7 +9,7 @@ from foreroute.doctor.evidence import Finding, Measures, Severity, many
 from foreroute.mismatch import Defect, Root, TokenMismatch
 
 OF_ONE_PLACE = Defect.NONE, Defect.UNEXPLAINED, Defect.WEIGHT_VERSION
-"""What may set traces apart whose rows and layers are in their places."""
+"""Defects of traces whose rows and layers are in their places."""
 SHOWN = 3
 """Further roots that a finding names; the page has all."""
 SURE = 3.0

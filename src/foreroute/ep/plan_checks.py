@@ -1,4 +1,4 @@
-"""What a plan must be to be executed: for these ranks, layers, experts, homes, counts and micro-batches."""
+"""Checks that a plan can be executed: for these ranks, layers, experts, homes, counts and micro-batches."""
 
 from __future__ import annotations
 

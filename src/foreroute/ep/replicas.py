@@ -35,7 +35,7 @@ class Replicas(ABC):
     """
 
     computes_views: ClassVar[bool] = True
-    """Whether home experts compute with the views of `register`, and not with the parameters themselves."""
+    """Flag that home experts compute with the views of `register`, and not with the parameters themselves."""
 
     def __init__(
         self,

@@ -37,7 +37,7 @@ NAME_OF = {dtype: name for name, dtype in DTYPES.items()}
 MOST_HEADER_BYTES = 100_000_000
 """As in the safetensors library."""
 MOST_AXES, MOST_TENSOR_BYTES = 32, 1 << 62
-"""What numpy can hold, also of a tensor with an axis of 0."""
+"""Limits of numpy, also of a tensor with an axis of 0."""
 KEY = "foreroute."
 """Metadata whose key begins so are a format's own: none may be missing, and none may be there that it does not name.
 Others are anybody's, and no part of the checksum."""
@@ -52,7 +52,7 @@ def as_place(place: str | os.PathLike[str], error: type[InputError]) -> Path | s
 
 @dataclass(frozen=True)
 class TensorSchema:
-    """What one tensor must be."""
+    """Type and shape that one tensor must have."""
 
     dtypes: str  # the types it may have, by their names in a header: "I16", or "U8 U16"
     axes: str  # a letter for each axis; axes with one letter have one length in all tensors of a file
@@ -192,7 +192,7 @@ def objection(
 
 @dataclass(frozen=True)
 class StoredTensor:
-    """What the header says of one tensor: its little-endian type, its shape, and the first byte of it in the file."""
+    """Header entry of one tensor: its little-endian type, its shape, and the first byte of it in the file."""
 
     dtype: np.dtype[Any]
     shape: tuple[int, ...]

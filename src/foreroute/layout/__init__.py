@@ -1,4 +1,4 @@
-"""Where each row goes: packing, padding and the splits of parallel training, as pure index arithmetic. No torch."""
+"""Places of rows: packing, padding and the splits of parallel training, as pure index arithmetic. No torch."""
 
 from importlib import import_module
 from typing import TYPE_CHECKING, Any

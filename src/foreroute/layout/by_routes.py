@@ -16,18 +16,18 @@ from foreroute.errors import LayoutError
 from foreroute.kernels import BOOL, FLOAT, INT, ArrayOf, StructOf, compiled
 
 MOST_DEARER = 0.005
-"""How much the attention of the dearest ranks may grow, over all micro-steps, as a share; and tokens of the longest."""
+"""Most growth of the dearest ranks' attention over all micro-steps, as a share; and of tokens of the longest."""
 WORK = 300_000_000
 """Most numbers of ranks' loads that a search looks at: 0.3 s of one core."""
 TRIES = 32
-"""How often a search looks at each pair of a small step."""
+"""Looks of a search at each pair of a small step."""
 LANES = 8
 """Layers of a block, as in C++."""
 
 
 @dataclass(frozen=True)
 class PackingCertificate:
-    """How level a packing by routes is, and what no packing can pass at these homes. In assignments.
+    """Balance of a packing by routes, and the bound of any packing at these homes. In assignments.
 
     Attributes:
         bound: no packing of these sequences has a lower sum: of each layer, the rank that gets most in the whole step,
@@ -44,7 +44,7 @@ class PackingCertificate:
 
     @property
     def over_bound(self) -> float:
-        """What is left to any packing: 1.0 is the bound."""
+        """Ratio of the slowest ranks to the bound: 1.0 is the bound."""
         return self.slowest / self.bound if self.bound else 1.0
 
 

@@ -1,4 +1,4 @@
-"""Which tokens of a batch are which rows of a trace, found by the tokens; packed sequences share a row of the batch."""
+"""Matching of the tokens of a batch to rows of a trace; packed sequences share a row of the batch."""
 
 from __future__ import annotations
 

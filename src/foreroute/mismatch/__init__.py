@@ -1,4 +1,4 @@
-"""How far apart trainer and rollout engine are, and why: tokens, routes, margins, the defect. No torch."""
+"""Mismatch of trainer and rollout engine, and its causes: tokens, routes, margins, the defect. No torch."""
 
 from foreroute.mismatch.attribution import K3Split, Root, RootMismatch, root_mismatch, split_k3
 from foreroute.mismatch.defects import Explanation, explain

@@ -1,4 +1,4 @@
-"""What makes a mismatch: routing or the rest of k3, and which flips began it.
+"""Causes of a mismatch: routing or the rest of k3, and the flips that began it.
 
 On the engine's routes all that comes before a router is the engine's, but for arithmetic. A decision that the trainer
 would still take otherwise there is a *root*; every other flip of its own pass is a *consequence* of roots. The deficit
@@ -43,12 +43,12 @@ class K3Split:
 
     @property
     def routing(self) -> float:
-        """What replay takes away, in nats per token; below 0 where replay adds."""
+        """Part of k3 that replay takes away, in nats per token; below 0 where replay adds."""
         return self.routing_sum / self.count if self.count else math.nan
 
     @property
     def rest(self) -> float:
-        """What replay leaves, in nats per token: gate weights, which no engine returns, and arithmetic."""
+        """Part of k3 that replay leaves, in nats per token: gate weights, which no engine returns, and arithmetic."""
         return self.rest_sum / self.count if self.count else math.nan
 
     @property

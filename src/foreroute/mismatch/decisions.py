@@ -13,7 +13,7 @@ from foreroute.trace.checks import place_of
 
 @dataclass(frozen=True)
 class StreamDifference:
-    """How the sets of two traces of the same tokens differ."""
+    """Differences of the sets of two traces of the same tokens."""
 
     rows: int  # that have a decision in both
     differing: int  # of those, how many have other sets in at least one layer

@@ -38,7 +38,7 @@ the share of unrelated routes, which is nearly 1."""
 
 @dataclass(frozen=True)
 class Explanation:
-    """How two traces differ, and why.
+    """Difference of two traces, and its cause.
 
     Attributes:
         defect: what sets them apart, `Defect.NONE` for natural mismatch.

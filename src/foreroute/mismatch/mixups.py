@@ -27,7 +27,7 @@ _COMPARED_ROWS, _FITTED_ROWS = 64, 32
 
 
 class Defect(StrEnum):
-    """What explains a difference."""
+    """Explanation of a difference of two traces."""
 
     NONE = "none"
     SHIFT = "shift"

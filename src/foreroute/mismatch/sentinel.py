@@ -38,7 +38,7 @@ UNSEEN = 3.0
 """Blocks that differ throughout and are added to those that were seen: by the rule of three, n blocks without one
 still leave a chance of 3 / n."""
 LIMITS, SPREAD = (0.25, 0.5), 4.0
-"""Where a row begins to count as evidence, instead of against it: between what sequences show by themselves, which is
+"""Share from which a row counts as evidence, instead of against it: between what sequences show by themselves, which is
 their mean share and this many of its standard deviations, and 1."""
 HIGHEST = 0.99
 """A higher share of a sequence is no usual one."""
@@ -54,7 +54,7 @@ is less than all."""
 
 
 class LooksLike(StrEnum):
-    """What the rows of an alarm look like."""
+    """Causes that the rows of an alarm look like."""
 
     STALE_ROWS = "stale-rows"
     OTHER_SEQUENCE = "other-sequence"
@@ -66,7 +66,7 @@ class LooksLike(StrEnum):
 
     @property
     def advice(self) -> str:
-        """What to look at, in one sentence."""
+        """Advice on what to look at, in one sentence."""
         return ADVICE[self]
 
 
@@ -81,14 +81,14 @@ ADVICE = {
     LooksLike.UNRELATED: "Where k3 without replay rose too, look at whether the weights of the policy arrived in the "
     "engine, and else at the order of sequences.",
 }
-"""What to do about each."""
+"""Advice by what the rows look like."""
 OF_ROWS = ("roots_N", "before_N", "after_N", "repeats_N")
 """Counts of each row."""
 
 
 @dataclass(frozen=True)
 class RootCounts:
-    """What the rows of a replayed batch showed. Lists and arrays of integers; they are checked.
+    """Counts of the rows of a replayed batch. Lists and arrays of integers; they are checked.
 
     Attributes:
         roots_N: [N], layers in which a row's router would pick other experts than are replayed.
@@ -132,7 +132,7 @@ class RootCounts:
 
 @dataclass(frozen=True)
 class Suspicion:
-    """What a healthy run does not show.
+    """A finding that a healthy run does not show.
 
     Attributes:
         looks_like: the likeliest cause.
@@ -173,7 +173,7 @@ class Sentinel:
 
     @property
     def until_judged(self) -> int:
-        """How many batches are still learnt before the first one is judged by the past."""
+        """Return how many batches are still learnt before one is judged by the past."""
         return max(WARM_UP - len(self._past.angles_BL), 0)
 
     def state(self) -> NDArray[np.float64]:
@@ -372,7 +372,7 @@ class _PastRows:
         self.moments_3 += [lengths_S.sum(), lengths_S @ share_S, lengths_S @ share_S**2]
 
     def decay(self, limit: float) -> float:
-        """How fast the chance of a segment falls with its score: E exp(decay * (share - limit)) = 1 for all blocks.
+        """Find how fast the chance of a segment falls by score: E exp(decay * (share - limit)) = 1 for all blocks.
 
         Then exp(decay * sum) is a martingale, and that a segment from a row on reaches a score has a chance of at most
         exp(-decay * score). Rows of a block need not be independent, and blocks are taken to be.
@@ -383,7 +383,7 @@ class _PastRows:
 
 
 class _Past:
-    """What healthy batches of one kind showed."""
+    """Figures of healthy batches of one kind."""
 
     def __init__(self, num_layers: int) -> None:
         self.num_layers = num_layers

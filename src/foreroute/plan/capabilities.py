@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 Executor = Literal["hf", "megatron", "megatron_flex", "hf_own"]
 FetchPath = Literal["host", "direct"]
-"""How replicas get their weights: "host", through the memory that the ranks of a node share, and from peer to peer
+"""Path of replicas' weights: "host", through the memory that the ranks of a node share, and from peer to peer
 between nodes; "direct", from peer to peer."""
 
 
@@ -53,7 +53,7 @@ SEVERAL_NODES = (
     "Plans over several nodes have been executed on nodes made of one machine alone; none has run between machines, "
     "where all times of a step are modelled."
 )
-"""What is known of every step on several nodes, while no executor has `Ability.NODES`."""
+"""Note on every step on several nodes, while no executor has `Ability.NODES`."""
 
 
 def on_several_nodes(num_nodes: int) -> str:

@@ -11,7 +11,7 @@ from foreroute.errors import ConfigError, shown
 from foreroute.files.toml import unknown_key
 
 PackingRule = Literal["length", "routes"]
-"""What sequences are dealt to micro-steps by."""
+"""Rule by which sequences are dealt to micro-steps."""
 SlotSharing = Literal["layer", "shared"]
 """A set of redundant slots for each layer, or one set for all."""
 PassName = Literal["recompute", "update"]

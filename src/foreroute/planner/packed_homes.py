@@ -16,7 +16,7 @@ from foreroute.plan.topology import Topology
 from foreroute.planner.homes import place_homes
 
 TURNS = 2
-"""How often homes are placed and sequences packed. Chosen by figures: on two steps of recorded routes on 4 to 16 ranks,
+"""Rounds of placing homes and packing sequences. Chosen by figures: on two steps of recorded routes on 4 to 16 ranks,
 a second turn takes 0 to 2.6 % off the slowest ranks, and a third 0.5 % at most."""
 
 WHOLE_STEP = 4

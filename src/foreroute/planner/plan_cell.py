@@ -79,7 +79,7 @@ def plan_cell(loads: ArrayLike, homes: ArrayLike, slots: int, *, seed: int = 0) 
 
 
 def _least_load(quota_GE: Integers, slots: int) -> int:
-    """What the slowest rank serves at least: the smallest T, from the mean on, whose replicas have slots."""
+    """Return the least load of the slowest rank: the smallest T, from the mean on, whose replicas have slots."""
     load_G, heaviest_G = quota_GE.sum(axis=1), quota_GE.max(axis=1)
 
     def has_slots(most: int) -> bool:
@@ -171,7 +171,7 @@ def _search_ranks(cell: _Cell, seen: Seen, ends: Container[int] = ()) -> int:
 
 
 def _room(cell: _Cell, load_G: Integers, target: int) -> tuple[Integers, bool]:
-    """What a new replica on each rank could take, int64 [G], and whether a slot is free for that."""
+    """Compute what a new replica on each rank could take, int64 [G], and whether a slot is free for that."""
     room_G = np.maximum(target - load_G, 0)
     is_free_G = np.array([bool(cell.free_slots(rank)) for rank in range(len(load_G))])
     if (room_G * is_free_G).any():
@@ -185,7 +185,7 @@ def _room(cell: _Cell, load_G: Integers, target: int) -> tuple[Integers, bool]:
 
 
 class _Cell:
-    """What each rank serves of each expert, and what its slots hold."""
+    """Assignments of each expert that each rank serves, and the experts in its slots."""
 
     def __init__(self, loads_E: Integers, home_E: Integers, num_ranks: int, slots: int, seed: int) -> None:
         self.homes_G = [np.flatnonzero(home_E == rank).tolist() for rank in range(num_ranks)]

@@ -33,7 +33,7 @@ call costs little beside eight micro-steps."""
 
 
 class _Later(NamedTuple):
-    """What the search foresees, as search::Later of cell.hpp."""
+    """Assignments that the search foresees, as search::Later of cell.hpp."""
 
     demand_LEM: NDArray[np.int32]  # assignments of each expert
     surplus_LGM: NDArray[np.int32]  # what ranks have at home above the mean
@@ -200,7 +200,7 @@ def _plan_cells(
 
 
 def _look_ahead(counts_MLGE: NDArray[np.int32], home_LE: NDArray[np.int16]) -> _Later:
-    """What all micro-steps need, and have at home."""
+    """Sum what all micro-steps need, and have at home."""
     demand_MLE = counts_MLGE.sum(axis=2, dtype=np.int32)
     num_micro_steps, num_layers, num_ranks, num_experts = counts_MLGE.shape
     by_rank_MLE = np.take_along_axis(demand_MLE, np.argsort(home_LE, axis=1)[None], axis=2)

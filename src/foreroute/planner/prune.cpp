@@ -6,7 +6,7 @@ LOOP int64_t least_on_busiest(const CellPlan &cell, int64_t num_ranks, const cos
     Scratch<double, 2> fetch_G5(num_ranks, 5), gradient_G5(num_ranks, 5);
     costs::transfer_seconds(cell, prices, fetch_G5, gradient_G5);
     // slots that keep what they hold are filled once for each of the two passes
-    const double fetches = static_cast<double>(prices.refetches ? prices.groups.length() : 2);
+    const double fetches = static_cast<double>(prices.refetches ? prices.sweeps.length() : 2);
     int64_t rank = NONE, link = NONE;
     double most = -1.0;
     for (int64_t g = 0; g < num_ranks; ++g)

@@ -1,4 +1,4 @@
-"""What a run writes down about each step, reading it, and alarms over it: the metrics, typed. No torch, no drawing."""
+"""Records of each step of a run, their reader, and alarms over them: the metrics, typed. No torch, no drawing."""
 
 from foreroute.records.alarm_rules import alarms
 from foreroute.records.runs import Run, read_runs

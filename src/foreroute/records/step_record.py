@@ -15,14 +15,14 @@ from foreroute.files.config_file import Section
 from foreroute.mismatch import LOG10_EDGES, LooksLike
 
 Side = Literal["native", "replayed"]
-"""How the trainer was routed when the mismatch was measured: by itself, or with the rollout's routes replayed."""
+"""Routing of the trainer when the mismatch was measured: by itself, or with the rollout's routes replayed."""
 SIDES: tuple[Side, ...] = ("native", "replayed")
 """Both, in the order of tables and legends."""
 
 Load = Literal["at_home", "planned", "executed"]
-"""Which load of the ranks: with every expert at its home, by the plan, or as it ran."""
-Grouping = Literal["bound", "by_length", "by_routes"]
-"""How sequences share micro-steps; no grouping is below the bound at these homes."""
+"""Load of the ranks: with every expert at its home, by the plan, or as it ran."""
+PackingFigure = Literal["bound", "by_length", "by_routes"]
+"""Sum of assignments of the slowest ranks, as sequences share micro-steps; none is below the bound at these homes."""
 ROUNDED = 1e-6
 """Rounding lets a quotient of sums end so far outside of its bounds."""
 
@@ -38,7 +38,7 @@ Share = Annotated[float, AfterValidator(_check_share)]
 Loads = list[list[list[int]]]
 """Assignments [M][L][G] of every rank in every cell."""
 AlarmName = Literal["collapse", "f2", "disagreement", "stale_routes", "effective_share", "sentinel"]
-"""What an alarm is about. The constants of `foreroute.records.alarm_rules` say when each goes off."""
+"""Subject of an alarm. The constants of `foreroute.records.alarm_rules` say when each goes off."""
 WORDS: dict[AlarmName, str] = {
     "collapse": "reward has collapsed, or the loss is not finite",
     "f2": "too many tokens are far apart in trainer and engine, F(2)",
@@ -62,7 +62,7 @@ ADVICE: dict[AlarmName, str] = {
     'rl.sentinel = "drop" leaves tokens after such rows out of the update, '
     'or all rows of a rank where a layer or all are suspected; "stop" ends the run.',
 }
-"""What to do about each, in the keys of `foreroute train`."""
+"""Advice on each, in the keys of `foreroute train`."""
 
 
 class Record(Section):
@@ -76,7 +76,7 @@ class Record(Section):
 
 
 class MismatchRecord(Record):
-    """How far trainer and rollout engine were apart at one step."""
+    """Mismatch of trainer and rollout engine at one step."""
 
     response_tokens: int | None = None
     """Response tokens compared."""
@@ -121,14 +121,14 @@ class PassRecord(Record):
     at_home_MLG: Loads
     """Assignments with every expert at its home."""
     priced_options: dict[str, str] = Field(default_factory=dict)
-    """Whether `pay_off` and `traffic` were on, whether the pass went by the plan or at homes, and why."""
+    """Settings `pay_off` and `traffic`, whether the pass went by the plan or at homes, and why."""
 
 
 class ExecutionRecord(Record):
-    """How an expert-parallel step was executed. Without a plan there are the ranks alone."""
+    """Execution of an expert-parallel step. Without a plan there are the ranks alone."""
 
     ranks: int
-    """How many."""
+    """Number of ranks."""
     max_over_mean: dict[Load, float] = Field(default_factory=dict)
     """By load: busiest rank's assignments over the mean, summed over cells."""
     replicas: int | None = None
@@ -145,7 +145,7 @@ class ExecutionRecord(Record):
     """Seconds of planning."""
     exposed_planning_s: float | None = None
     """Seconds that passes waited for plans."""
-    packing: dict[Grouping, int] = Field(default_factory=dict)
+    packing: dict[PackingFigure, int] = Field(default_factory=dict)
     """Packed by routes: assignments of the slowest rank at homes, summed over cells, beside `bound` and `by_length`."""
     forecast_memory_bytes: int | None = None
     """Most bytes of any rank in an update, modelled before it ran; with `memory_budget`."""
@@ -156,7 +156,7 @@ class ExecutionRecord(Record):
     def _check_loads(self) -> ExecutionRecord:
         if self.passes and {"at_home", "executed"} - self.max_over_mean.keys():
             raise ValueError("max_over_mean needs at_home and executed where there are passes")
-        if self.packing and set(get_args(Grouping)) - self.packing.keys():
+        if self.packing and set(get_args(PackingFigure)) - self.packing.keys():
             raise ValueError("packing needs bound, by_length and by_routes")
         for name, each in self.passes.items():
             try:
@@ -172,7 +172,7 @@ class ExecutionRecord(Record):
 
 
 class DeviceRecord(Record):
-    """Where a step ran."""
+    """Device of a step."""
 
     type: str
     """`cpu` or `cuda`."""
@@ -183,24 +183,24 @@ class DeviceRecord(Record):
 
 
 class SuspicionRecord(Record):
-    """What the sentinel saw that a healthy run does not show."""
+    """Suspicion of the sentinel, which a healthy run does not raise."""
 
     looks_like: str
     """The likeliest cause: one of `foreroute.mismatch.LooksLike`."""
     sentence: str
-    """Which rows, since which token, or which layer."""
+    """Suspected rows, since which token, or the layer."""
     share: Share
     """Share of (row, layer) among those whose router would pick otherwise."""
     usual: Share | None = None
     """The same in the run so far; None before there was enough."""
     sequence: int | None = None
-    """Which one of a rank's rollout; None where all are concerned."""
+    """Number of the sequence in a rank's rollout; None where all are concerned."""
     rank: int = 0
-    """Whose rollout."""
+    """Rank of that rollout."""
 
     @property
     def advice(self) -> str:
-        """What to look at, in one sentence."""
+        """Advice on what to look at, in one sentence."""
         return LooksLike(self.looks_like).advice if self.looks_like in [*LooksLike] else ADVICE["sentinel"]
 
 
@@ -208,17 +208,17 @@ class Alarm(Record):
     """A warning that is on after a step."""
 
     name: AlarmName
-    """What it is about."""
+    """Subject of the alarm."""
     since: int
     """The first step whose figures it rests on."""
     value: float
-    """What was seen."""
+    """Value that was seen."""
     threshold: float
     """The limit that it passed."""
 
     @property
     def advice(self) -> str:
-        """What to do about it."""
+        """Advice on what to do about it."""
         return ADVICE[self.name]
 
     def __str__(self) -> str:
@@ -271,11 +271,11 @@ class StepRecord(Record):
     dropped_tokens: int | None = None
     """Tokens of these that the sentinel left out of the update."""
     execution: ExecutionRecord | None = None
-    """With experts on several ranks."""
+    """Record of experts on several ranks."""
     device: DeviceRecord | None = None
-    """Where the step ran."""
+    """Device of the step."""
     suspicions: list[SuspicionRecord] | None = None
-    """What the sentinel suspects; empty of a healthy step."""
+    """Suspicions of the sentinel; empty of a healthy step."""
     alarms: list[Alarm] | None = None
     """Those that are on: `name`, `since` which step, `value`, `threshold`."""
 

@@ -1,4 +1,4 @@
-"""What sessions are handed, checked before anything of a model is touched: the same rules in every framework."""
+"""Arguments of sessions, checked before anything of a model is touched: the same rules in every framework."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which selection an auxiliary load-balancing loss counts.
+"""Selection that an auxiliary load-balancing loss counts.
 
 The loss is handed the router logits, selects the top K of them again, and counts those: the model's own selection,
 whatever was executed. That of transformers does so once the trunk is done, that of Megatron-Core in each router. Under

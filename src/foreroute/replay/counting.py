@@ -1,4 +1,4 @@
-"""What routers would pick on the rows that are replayed: counts over passes, on the device until somebody reads them.
+"""Native picks of routers on rows that are replayed: counts over passes, on the device until somebody reads them.
 
 In a replayed pass all that comes before a router is the rollout's, so that a router which still disagrees, a root, is
 no consequence of another.
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 
 class Telemetry(Interceptor):
-    """What routers do natively beside what is replayed, by chunk."""
+    """Native picks of routers beside what is replayed, by chunk."""
 
     options = RecordOptions(native=True)
 
@@ -153,7 +153,7 @@ class RootRows(Interceptor):
 
 
 class _Counted(NamedTuple):
-    """What one pass of a chunk showed, on the device."""
+    """Counts of one pass of a chunk, on the device."""
 
     rows_4R: Tensor  # int32; 0 for padding
     at_R: Tensor  # integers, the place of each among the rows of all passes

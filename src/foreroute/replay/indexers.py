@@ -25,7 +25,7 @@ from foreroute.trace.indexers import INDEXER, IndexerSpec
 
 
 class IndexerRows:
-    """What indexers are to choose, for every row of a flattened batch, whose device has all but the choices.
+    """Choices of indexers, for every row of a flattened batch, whose device has all but the choices.
 
     Attributes:
         decided_R: bool [R], rows that have a choice.
@@ -90,7 +90,7 @@ def find_positions(
 
 @dataclass(frozen=True, eq=False)
 class IndexerPass:
-    """What one indexer does in one pass."""
+    """Pass of one indexer."""
 
     layer: int  # its number among all that select in the pass, routers first
     indexer: int  # its number among the indexers

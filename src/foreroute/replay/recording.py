@@ -21,7 +21,7 @@ from foreroute.trace import NO_VERSION, DecisionStream, RoutingSpec, RoutingTrac
 
 @dataclass(frozen=True)
 class ForwardRows:
-    """What one forward of the whole model recorded, on the host: its rows without padding, sequence after sequence."""
+    """Rows of one forward of the whole model, on the host: its rows without padding, sequence after sequence."""
 
     lengths_S: NDArray[np.int64]  # rows of each sequence
     tokens_N: NDArray[np.int64]
@@ -100,7 +100,7 @@ class Recording(Interceptor):
         Raises:
             ReplayError: when no forward ran in the session, or the chunks of a rank ran different numbers of them.
         """
-        traces = [self._trace_of(group) for group in self._groups()]
+        traces = [self._trace_of(batch) for batch in self._batches()]
         return concatenate(traces).with_weight_version(self._version).with_provenance(**self._provenance)
 
     def rollout(self, sequences: Any, attention_mask: ArrayLike | None = None) -> RoutingTrace:
@@ -148,10 +148,10 @@ class Recording(Interceptor):
     def _values_NL(self, what: str, switch: str, *, is_kept: bool) -> NDArray[np.float32]:
         if not is_kept or not any(self._passes):
             raise ReplayError(f"no {what} were recorded; open the session with record({switch}=True) and run a forward")
-        return np.concatenate([_in_order(group, lambda rows: rows.values_NL) for group in self._groups()])
+        return np.concatenate([_in_order(batch, lambda rows: rows.values_NL) for batch in self._batches()])
 
-    def _groups(self) -> list[list[ForwardRows]]:
-        """Join forwards that belong to the same sequences."""
+    def _batches(self) -> list[list[ForwardRows]]:
+        """Join forwards of the same batch of sequences."""
         counts = {len(passes) for passes in self._passes}
         if counts == {0}:
             raise ReplayError(NOTHING_RECORDED)
@@ -160,25 +160,25 @@ class Recording(Interceptor):
                 f"the chunks of this rank ran {[len(p) for p in self._passes]} forwards; expected one of each for "
                 "every micro-batch"
             )
-        groups: list[list[ForwardRows]] = []
+        batches: list[list[ForwardRows]] = []
         for rows in self._rows_of(self._passes):
-            if rows.past and groups:
-                _require_continues(rows, groups[-1])
-                groups[-1].append(rows)
+            if rows.past and batches:
+                _require_continues(rows, batches[-1])
+                batches[-1].append(rows)
             else:
-                groups.append([rows])
-        return groups
+                batches.append([rows])
+        return batches
 
-    def _trace_of(self, group: list[ForwardRows]) -> RoutingTrace:
+    def _trace_of(self, batch: list[ForwardRows]) -> RoutingTrace:
         """Make the trace of one batch of sequences, in the order in which they grew."""
-        tokens_N, ids_NLK = _in_order(group, lambda rows: rows.tokens_N), _in_order(group, lambda rows: rows.ids_NLK)
-        ends = np.cumsum(sum(rows.lengths_S for rows in group))[:-1]
+        tokens_N, ids_NLK = _in_order(batch, lambda rows: rows.tokens_N), _in_order(batch, lambda rows: rows.ids_NLK)
+        ends = np.cumsum(sum(rows.lengths_S for rows in batch))[:-1]
         trace = RoutingTrace.from_sequences(
             self._spec, np.split(tokens_N, ends), np.split(ids_NLK, ends), weight_version=NO_VERSION
         )
-        for name in group[0].streams:
-            first, *others = (rows.streams[name] for rows in group)
-            trace = trace.with_stream(name, first.join(others).take(_sorted_rows(group)))
+        for name in batch[0].streams:
+            first, *others = (rows.streams[name] for rows in batch)
+            trace = trace.with_stream(name, first.join(others).take(_sorted_rows(batch)))
         return trace
 
 
@@ -189,14 +189,14 @@ def _to_trace_dtype(ids_LRK: Tensor, spec: RoutingSpec) -> Tensor:
     return ids_LRK.to(torch.int16, copy=True).view(torch.uint16)
 
 
-def _require_continues(rows: ForwardRows, group: list[ForwardRows]) -> None:
-    first = group[0]
-    if rows.width is None or any(each.width is None for each in group):
+def _require_continues(rows: ForwardRows, batch: list[ForwardRows]) -> None:
+    first = batch[0]
+    if rows.width is None or any(each.width is None for each in batch):
         raise ReplayError(
             "sequences packed into one row cannot be continued with a key-value cache: which of them a later token "
             "belongs to is not known. Record such a batch in one forward"
         )
-    reached = first.past + sum(each.width or 0 for each in group)
+    reached = first.past + sum(each.width or 0 for each in batch)
     if (len(rows.lengths_S), rows.past) != (len(first.lengths_S), reached):
         raise ReplayError(
             f"a forward continues {len(rows.lengths_S)} sequences with {rows.past} cached positions; the batch "
@@ -205,15 +205,15 @@ def _require_continues(rows: ForwardRows, group: list[ForwardRows]) -> None:
         )
 
 
-def _sorted_rows(group: list[ForwardRows]) -> NDArray[np.int64]:
+def _sorted_rows(batch: list[ForwardRows]) -> NDArray[np.int64]:
     """Sort the rows of all forwards by sequence, each in the order of the forwards: int64 [N]."""
-    sequence_N = np.concatenate([np.repeat(np.arange(len(rows.lengths_S)), rows.lengths_S) for rows in group])
+    sequence_N = np.concatenate([np.repeat(np.arange(len(rows.lengths_S)), rows.lengths_S) for rows in batch])
     return np.argsort(sequence_N, kind="stable")
 
 
-def _in_order(group: list[ForwardRows], part: Callable[[ForwardRows], Any]) -> NDArray[Any]:
+def _in_order(batch: list[ForwardRows], part: Callable[[ForwardRows], Any]) -> NDArray[Any]:
     """Join a part of all rows, sorted by sequence."""
-    return np.concatenate([part(rows) for rows in group])[_sorted_rows(group)]
+    return np.concatenate([part(rows) for rows in batch])[_sorted_rows(batch)]
 
 
 def _tokens_of(sequences: Any, attention_mask: ArrayLike | None) -> list[NDArray[np.int64]]:

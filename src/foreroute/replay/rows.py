@@ -33,19 +33,19 @@ MOST_SPREAD_ROWS = 1 << 16
 NATIVE, SPREAD = -1, -2
 """Rows of a batch that are padding: the model picks for `NATIVE`; `SPREAD - p` has row p of the spread picks."""
 Counts = Literal["native", "replayed"]
-"""Whose selection counts: the router's own one, or the executed one (replayed, and its own where no route is)."""
+"""Selection that counts: the router's own one, or the executed one (replayed, and its own where no route is)."""
 
 MissingRows = Literal["error", "native", "drop"]
-"""What to do when a row other than the last of its sequence has no route: refuse the batch ("error"), let the model
+"""Treatment when a row other than the last of its sequence has no route: refuse the batch ("error"), let the model
 route it and use every token ("native"), or that and take later tokens of the sequence out of the loss ("drop")."""
 
 PaddingRows = Literal["spread", "native"]
-"""Who picks for padding: replay, evenly over expert-parallel ranks and experts ("spread"), or the model ("native")."""
+"""Picker for padding: replay, evenly over expert-parallel ranks and experts ("spread"), or the model ("native")."""
 
 
 @dataclass(frozen=True)
 class Policy:
-    """How to replay, as `RoutedModel.replay` describes it."""
+    """Rules of a replay, as `RoutedModel.replay` describes it."""
 
     missing: MissingRows
     padding: PaddingRows
@@ -60,7 +60,7 @@ class Policy:
 
 
 class PlacedRows(NamedTuple):
-    """Where the rows that a rank sees are among those of their micro-batch, and what is replayed beside them."""
+    """Places of a rank's rows among those of their micro-batch, and what is replayed beside them."""
 
     num_rows: int  # N, rows of the micro-batch, on whatever rank
     row_R: Tensor  # integers [R], the packed row of each; N for padding
@@ -210,10 +210,10 @@ def joined_to_device(parts: Sequence[NDArray[Any]], device: torch.device) -> Ten
 def spread_picks(spec: RoutingSpec, home_LE: NDArray[np.integer] | None = None, start: int = 0) -> NDArray[Any]:
     """Make the picks [P, L, K] that are repeated over padding. Homes and start are those of `fill_padding`."""
     # after so many rows the cycle of experts begins anew
-    repeats_after = [num_experts // math.gcd(num_experts, top_k) for num_experts, top_k, _ in spec.groups]
+    repeats_after = [num_experts // math.gcd(num_experts, top_k) for num_experts, top_k, _ in spec.layers_by_size]
     num_rows = min(math.lcm(*repeats_after), MOST_SPREAD_ROWS)
     picks_PLK = np.full((num_rows, spec.num_layers, spec.top_k), spec.filler, spec.id_dtype)
-    for num_experts, top_k, at in spec.groups:
+    for num_experts, top_k, at in spec.layers_by_size:
         part = picks_PLK[:, at, :top_k]
         homes = np.zeros((part.shape[1], num_experts), np.int64) if home_LE is None else home_LE[at]
         picks_PLK[:, at, :top_k] = fill_padding(part, np.ones(num_rows, np.bool_), homes, start=start)

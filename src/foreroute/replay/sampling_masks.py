@@ -44,7 +44,7 @@ GATHERED_SHARE = 64
 """A row gathers the head for sets of up to so small a part of all choices; larger ones are cheaper as a tile. Chosen by
 hand: at H = 512, a CPU core took as long for one gathered logit as for about 90 of a matrix product."""
 _checks = DeferredChecks()
-"""Whether tokens are in their sets, of calls whose device has not answered yet: no call waits for its own answer."""
+"""Checks that tokens are in their sets, of calls whose device has not answered: no call waits for its own answer."""
 
 
 def masked_logprobs(

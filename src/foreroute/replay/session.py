@@ -62,9 +62,9 @@ class RoutedModel(HookedModel, ABC):
     """
 
     padding: PaddingRows = "native"
-    """Who picks for padding, where a replay does not say so."""
+    """Picker for padding, where a replay does not say so."""
     _check_rollout: CheckRollout | None = None
-    """What looks at the tokens of rollouts, where a framework knows more of them than the trace."""
+    """Check of the tokens of rollouts, where a framework knows more of them than the trace."""
 
     def __init__(
         self,
@@ -83,7 +83,7 @@ class RoutedModel(HookedModel, ABC):
 
     @abstractmethod
     def routes_of(self, routes: Any, layout: Layout | None, policy: Policy) -> Routes:
-        """What a session replays. Raises for what cannot be replayed here."""
+        """Return what a session replays. Raises for what cannot be replayed here."""
 
     @abstractmethod
     def rows_of(self, passes: list[list[RecordedPass]]) -> list[ForwardRows]:
@@ -98,7 +98,7 @@ class RoutedModel(HookedModel, ABC):
 
     @property
     def indexers(self) -> IndexerSpec | None:
-        """What indexers of sparse attention may choose; None, as by default, where none can be recorded or replayed."""
+        """Choices of sparse attention's indexers; None, as by default, where none can be recorded or replayed."""
         return None
 
     @property
@@ -211,7 +211,7 @@ class RoutedModel(HookedModel, ABC):
         return Telemetry(self.chunk_specs)
 
     def _counting(self) -> AbstractContextManager[None]:
-        """What is open beside a session for losses behind the trunk to count what was executed; nothing by default."""
+        """Let losses behind the trunk count what was executed while a session is open; nothing by default."""
         return nullcontext()
 
 
@@ -230,7 +230,7 @@ class Routes(Protocol):
 
 
 class WithTelemetry:
-    """What telemetry says of one session, or of all micro-batches of a wrapped forward step."""
+    """Telemetry of one session, or of all micro-batches of a wrapped forward step."""
 
     telemetry: Telemetry | None
 
@@ -260,7 +260,7 @@ class WithTelemetry:
 
 
 class ReplaySession(Replaying, WithTelemetry):
-    """What `RoutedModel.replay` yields; `num_forwards` are those completed so far, of each chunk."""
+    """Session that `RoutedModel.replay` yields; `num_forwards` are those completed so far, of each chunk."""
 
     def __init__(
         self,

@@ -227,7 +227,7 @@ def _by_position(measures: Measures) -> Plot:
 
 
 def _explained(found: Attribution, layers: Sequence[RoutedLayer]) -> tuple[PageSection, ...]:
-    """What an explanation found, as parts of a page."""
+    """Lay out what an explanation found, as parts of a page."""
     rows = tuple(
         TableRow(
             cells=(

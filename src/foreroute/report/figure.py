@@ -1,4 +1,4 @@
-"""What the plots of several pages share: colours, sizes, cards, axes, heat maps and stacked bars.
+"""Parts that plots of several pages share: colours, sizes, cards, axes, heat maps and stacked bars.
 
 matplotlib is imported where something is drawn: tables of the same pages are printed without it.
 """

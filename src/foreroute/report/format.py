@@ -17,7 +17,7 @@ UNITS = {"s": 1.0, "ms": 1e-3, "us": 1e-6, "ns": 1e-9}
 TIMES = "\N{MULTIPLICATION SIGN}"
 
 AS_FAST = 1.005
-"""What differs by no more than this factor is called as fast."""
+"""Largest factor between times that are called as fast."""
 WINDOW = 10
 """Steps at each end of a run whose reward is averaged."""
 
@@ -93,7 +93,7 @@ def step_time(value: float | None) -> str:
 
 
 def rate(name: str, value: float | str) -> str:
-    """What a key of a topology file holds, in the unit that its name tells."""
+    """Write the value of a key of a topology file, in the unit that its name tells."""
     if not value or isinstance(value, str) or not name.endswith(("_s", "_s_per_count")):
         return f"{value:g}" if isinstance(value, float) else f"{value}"
     for ending, one, unit in (("_flops_per_s", 1e12, "TFLOP/s"), ("_bytes_per_s", 1e9, "GB/s")):

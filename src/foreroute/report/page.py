@@ -22,7 +22,7 @@ MARKED_WITHIN = 1024
 """Bytes of a page that are searched for the mark."""
 
 Tone = Literal["", "fine", "note", "warning", "problem"]
-"""How good or bad something is, as a colour; nothing is said by an empty one."""
+"""Colour of how good or bad something is; nothing is said by an empty one."""
 
 
 @dataclass(frozen=True)

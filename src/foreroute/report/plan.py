@@ -138,7 +138,7 @@ def ways_table(ways: Sequence[PricedMethod]) -> Table:
 
 
 def executors_of_ways() -> dict[str, str]:
-    """Who can do what a way needs, by the need, in words."""
+    """Name who can do what a way needs, by the need, in words."""
     return {
         str(needed): ", ".join(EXECUTOR_NAMES[name] for name, abilities in EXECUTES.items() if needed in abilities)
         for needed in (Ability.HOME_MOVES, Ability.REPLICAS)
@@ -172,7 +172,7 @@ def plan_finding(found: PlanComparison, ways: Sequence[PricedMethod] = ()) -> st
 
 
 def _instead(found: PlanComparison, ways: Sequence[PricedMethod]) -> str:
-    """What would do as well in this step and the next, where the plan is to be used."""
+    """Say what would do as well in this step and the next, where the plan is to be used."""
     from foreroute.simulate.ways import simplest
 
     # ways are compared as if both passes ran by them
@@ -243,7 +243,7 @@ def _verdict(found: PlanComparison) -> str:
 
 
 def _left_out(found: PlanComparison) -> str:
-    """What a verdict for the plan leaves out, since the cost model has it at 0."""
+    """Say what a verdict for the plan leaves out, since the cost model has it at 0."""
     if not (found.unpriced and found.passes_by_plan):
         return ""
     keys = {"planning": "plan_s_per_count", "votes": "begin_s"}
@@ -257,7 +257,7 @@ def _left_out(found: PlanComparison) -> str:
 
 
 def planning_words(found: PlanComparison, threads: int) -> str:
-    """How long planning took, by the processors and by the clock."""
+    """Say how long planning took, by the processors and the clock."""
     return (
         f"{found.plan.max_load_ML.size} cells in {duration(found.methods[-1].planning_s)} of the processors, "
         f"{duration(found.elapsed_s)} by the clock, with {'one thread' if threads == 1 else f'{threads} threads'}"

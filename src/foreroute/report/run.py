@@ -32,7 +32,7 @@ KEPT = ("rollouts", "checkpoints")
 FEWEST_RUNS = 4
 """Runs of each kind. Chance puts all 4 of one above all 4 of the other once in 35 times; with 3, once in 10."""
 FOUND: tuple[Measure, Measure] = ("differing_share", "k3")
-"""What the finding says of a mismatch."""
+"""Measures that the finding names of a mismatch."""
 SAME = 1.05
 """k3 is called lower where the other is more than this many times it."""
 
@@ -76,7 +76,7 @@ def run_finding(runs: Sequence[Run]) -> str:
 
 
 def _suspected_runs(runs: Sequence[Run]) -> list[str]:
-    """Which runs had routes that look wrong, and like what."""
+    """Name the runs whose routes look wrong, and like what."""
     clauses = []
     for run in runs:
         steps = [step for step in run.steps if step.suspicions]
@@ -89,7 +89,7 @@ def _suspected_runs(runs: Sequence[Run]) -> list[str]:
 
 
 def _well(runs: Sequence[Run]) -> list[str]:
-    """Whether the sentinel judged all runs by their past and suspects nothing."""
+    """Say whether the sentinel judged all runs by their past and suspects nothing."""
     judged = [[step.suspicions for step in run.steps if step.suspicions is not None] for run in runs]
     well = all(len(of) > WARM_UP for of in judged) and not any(map(any, judged))
     return ["the sentinel suspects no replayed route"] if well else []
@@ -141,7 +141,7 @@ def _reward(runs: Sequence[Run]) -> list[str]:
 
 
 def _collapsed(runs: Sequence[Run]) -> list[str]:
-    """Which runs had the alarm that no figure above would show."""
+    """Name the runs that had the alarm that no figure above would show."""
     names = [
         run.label for run in runs if any(alarm.name == "collapse" for step in run.steps for alarm in step.alarms or ())
     ]
@@ -149,7 +149,7 @@ def _collapsed(runs: Sequence[Run]) -> list[str]:
 
 
 def _idle(runs: Sequence[Run]) -> list[str]:
-    """Which runs have learned nothing, though all went well: a group of equal rewards has no advantage."""
+    """Name the runs that have learned nothing, though all went well: a group of equal rewards has no advantage."""
     names = [run.label for run in runs if run.steps and all(step.informative_share == 0 for step in run.steps)]
     which = "no step" if len(names) == len(runs) else f"no step of {', '.join(names)}"
     return [f"{which} changed the weights, because all responses of every prompt got one reward"] if names else []
@@ -235,7 +235,7 @@ def further(commands: Sequence[tuple[str, str]]) -> list[PageSection]:
 
 
 def command_table(commands: Sequence[tuple[str, str]]) -> Table:
-    """What each command does, and the command."""
+    """Tabulate what each command does, and the command."""
     columns = (Column("What it does"), Column("Command", content="code"))
     return Table(title="Next", columns=columns, rows=tuple(TableRow(cells=command) for command in commands))
 

@@ -15,8 +15,8 @@ from foreroute.records.step_record import (
     WORDS,
     AlarmName,
     ExecutionRecord,
-    Grouping,
     Load,
+    PackingFigure,
     Side,
     SuspicionRecord,
 )
@@ -245,8 +245,8 @@ def _loads(steps: Sequence[ExecutionRecord]) -> dict[str, str]:
     def over_mean(load: Load) -> str:
         return f"{mean(lambda step: step.max_over_mean[load]):.2f}"
 
-    def over_bound(grouping: Grouping) -> str:
-        return f"{mean(lambda step: step.packing[grouping] / max(step.packing['bound'], 1)):.3f}"
+    def over_bound(figure: PackingFigure) -> str:
+        return f"{mean(lambda step: step.packing[figure] / max(step.packing['bound'], 1)):.3f}"
 
     def megabytes(*names: str) -> str:
         return f"{mean(lambda step: sum(step.bytes.get(name, 0) for name in names)) / 1e6:.3g} MB"

@@ -131,7 +131,7 @@ def simulation_finding(record: SimulationRecord) -> str:
 
 
 def beside_ranking(record: SimulationRecord) -> str:
-    """What a step takes beside recompute and update, by which methods are ranked."""
+    """Say what a step takes beside recompute and update, by which methods are ranked."""
     rollout = f"with {step_time(record.rollout_s)} of rollout" if record.rollout_s else "without its rollout"
     return (
         "Speedups leave out the wait for the plan, home moves and publishing, which come before the recompute. "
@@ -161,7 +161,7 @@ def simulation_tiles(record: SimulationRecord) -> tuple[Tile, ...]:
 
 
 def executed(record: SimulationRecord) -> str:
-    """Which methods no executor carries out, and why."""
+    """Say which methods no executor carries out, and why."""
     if missing := record["static"].not_executed:
         known = f" {SEVERAL_NODES}" if Ability.NODES in missing else ""
         return f"Nothing of it has been executed as it is simulated: it takes {', '.join(missing)}.{known}"

@@ -1,4 +1,4 @@
-"""What a plan is worth on a cluster that is described, not there: a model of one RL step, in seconds. No torch."""
+"""Worth of a plan on a cluster that is described, not there: a model of one RL step, in seconds. No torch."""
 
 from foreroute.simulate.config import SimulateConfig, load_config, parse_config
 from foreroute.simulate.records import MethodRecord, SimulatedMethod, SimulationRecord

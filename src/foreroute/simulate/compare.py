@@ -148,7 +148,7 @@ class PlanComparison:
 
     @property
     def pays(self) -> bool:
-        """Whether it saves more than it takes once a step; planning as it was measured, where it has no price."""
+        """Say whether it saves more than it takes once a step; planning as it was measured, where it has no price."""
         return self.saved_s > self.once_s + (self.waited_s if self.unpriced else 0.0)
 
     @property

@@ -74,7 +74,7 @@ def parse_config(values: dict[str, Any], *, source: str) -> SimulateConfig:
 
 
 class ClusterConfig(Section):
-    """How the GPUs are divided up."""
+    """Division of the GPUs."""
 
     gpus: Count
     """All GPUs; a multiple of `expert_parallel`. Those of a node are `ranks_per_node` of [hardware]."""
@@ -103,11 +103,11 @@ class WorkloadConfig(Section):
     preset: str = "R8"
     """[Unevenness](#what-is-not-modelled): R8, G8 to G64, E256."""
     counts: str | None = None
-    """Instead: [counts file](formats.md#other-files), for all groups."""
+    """[Counts file](formats.md#other-files) instead of draws, for all groups."""
     traces: tuple[str, ...] = ()
-    """Instead: traces of one step, for all groups, packed as by `foreroute plan`."""
+    """Traces of one step instead, for all groups, packed as by `foreroute plan`."""
     previous_counts: str | None = None
-    """With counts: of the step before."""
+    """Counts of the step before; needs counts."""
     tokens_per_rank: DrawnTokens | None = None
     """Per GPU and micro-step, within 10 %; by default the preset's. For traces the most, by default 16,384."""
     micro_steps: Count = 32
@@ -145,7 +145,7 @@ class WorkloadConfig(Section):
 
     @property
     def are_drawn(self) -> bool:
-        """Whether counts come from no file."""
+        """Say whether counts come from no file."""
         return self.counts is None and not self.traces
 
 

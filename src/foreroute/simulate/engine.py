@@ -1,4 +1,4 @@
-"""When everything happens in recompute or update of one expert-parallel group: the recurrence over its cells.
+"""Times of recompute or update of one expert-parallel group: the recurrence over its cells.
 
 The ranks of a group meet in every all-to-all, so between two of them one clock is enough for all; the copy
 engines and the links have clocks of their own. Events are taken in the order of their causes, so
@@ -62,7 +62,7 @@ class PassWork(NamedTuple):
 
 
 class ExecutionModel(NamedTuple):
-    """How the cluster executes."""
+    """Execution on the cluster."""
 
     overlap: float  # share of its computing time behind which a pass over a cell hides its all-to-alls, 0 to 1
     prefetch: int  # cells that are fetched ahead

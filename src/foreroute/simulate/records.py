@@ -58,7 +58,7 @@ class MethodRecord:
 
     @property
     def is_plan(self) -> bool:
-        """Whether it is a plan of foreroute."""
+        """Say whether it is a plan of foreroute."""
         return self.name in PRESETS or self.name == AS_PLANNED
 
     @property

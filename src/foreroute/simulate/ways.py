@@ -1,4 +1,4 @@
-"""What a step reaches with less than a plan: sequences that are packed for its homes, and homes that move once."""
+"""Ways of a step with less than a plan: sequences that are packed for its homes, and homes that move once."""
 
 from __future__ import annotations
 

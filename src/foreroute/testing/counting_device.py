@@ -17,7 +17,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 DEVICE = torch.device("meta")
-"""What the tensors say."""
+"""Device that the tensors are on."""
 
 CPU = torch.device("cpu")
 
@@ -82,7 +82,7 @@ class OnDevice(torch.Tensor):
 
 
 class MixedDevicesError(RuntimeError):
-    """What CUDA would refuse."""
+    """Mix of devices that CUDA would refuse."""
 
 
 class OtherDevice(TorchDispatchMode):

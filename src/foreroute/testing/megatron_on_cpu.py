@@ -38,7 +38,7 @@ CONFIG: dict[str, Any] = {
     "gradient_accumulation_fusion": False,
     "moe_permute_fusion": False,
 }
-"""What a TransformerConfig needs to keep off kernels that only CUDA has."""
+"""Settings that keep a TransformerConfig off kernels of CUDA alone."""
 
 
 def install() -> None:

@@ -19,7 +19,7 @@ SMALL: dict[str, Any] = {
     "initializer_range": 0.3,
     "max_position_embeddings": 64,
 }
-"""What families share. Weights are drawn wide, so that no two experts are nearly tied."""
+"""Sizes that families share. Weights are drawn wide, so that no two experts are nearly tied."""
 
 FAMILIES: dict[str, dict[str, Any]] = {
     # softmax over all experts, then selection, renormalised
@@ -83,7 +83,7 @@ def tiny(family: str = "qwen3_moe", *, seed: int = 0, experts: str = "eager", **
 
 
 def same_bits(one: Tensor, other: Tensor) -> bool:
-    """Whether two tensors have one type, shape and bits. Zeros of either sign differ, equal NaNs do not."""
+    """Say whether two tensors have one type, shape and bits. Zeros of either sign differ, equal NaNs do not."""
     return one.dtype == other.dtype and torch.equal(_bytes(one), _bytes(other))
 
 

@@ -49,7 +49,7 @@ server.set_forkserver_preload(list(IMPORTED))
 _GONE = object()
 """In the place of what a process that is gone would have answered."""
 kept: dict[Any, Any] = {}
-"""What functions keep in a worker for the rest of a call, such as process groups that are made once."""
+"""Values that functions keep in a worker for the rest of a call, such as process groups that are made once."""
 
 
 @dataclass
@@ -106,7 +106,7 @@ class Workers:
         self._answers(START_S, START_S)
 
     def run(self, function: Callable[..., Any], *args: Any, dying: Collection[int] = ()) -> list[Any]:
-        """What every rank returns.
+        """Return what every rank returns.
 
         Args:
             function: of a module that ranks can import.
@@ -124,7 +124,7 @@ class Workers:
         return [None if answer is _GONE else answer for answer in answers]
 
     def outcomes(self, function: Callable[..., Any], *args: Any) -> list[Any]:
-        """What every rank returns or raises; None for a process that is gone."""
+        """Return what every rank returns or raises; None for a process that is gone."""
         return [None if answer is _GONE else answer for answer in self._call(function, args, self.timeout_s)]
 
     def _call(
@@ -161,7 +161,7 @@ class Workers:
         return [answers[rank] for rank in range(len(ranks))]
 
     def _failures(self, answers: dict[int, Any], dying: Collection[int]) -> str:
-        """What those raised that raised, and what those printed last that died."""
+        """Collect what ranks raised, and what those printed last that died."""
         text, of = "", len(self._pipes)
         for rank, answer in answers.items():
             if isinstance(answer, Raised):
@@ -171,7 +171,7 @@ class Workers:
         return text
 
     def _stacks(self, answers: dict[int, Any]) -> str:
-        """Where those hang that have not answered."""
+        """Show where those hang that have not answered."""
         hanging = [rank for rank in range(len(self._pipes)) if rank not in answers]
         for rank in hanging:
             os.kill(self.processes[rank].pid or 0, signal.SIGUSR1)

@@ -65,7 +65,7 @@ def _routes(
     lasting = (popularity + TOPIC_SCALE * rng.standard_normal(shape)).astype(np.float32)
     own = rng.standard_normal(shape, dtype=np.float32)
     ids = np.zeros((num_rows, num_sequences, spec.num_layers, spec.top_k), spec.id_dtype)
-    for num_experts, _, at in spec.groups:
+    for num_experts, _, at in spec.layers_by_size:
         lasting[:, at, num_experts:] = -np.inf
     for row in range(num_rows):
         scores = lasting + own

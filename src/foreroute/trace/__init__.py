@@ -1,4 +1,4 @@
-"""What was decided: the container of routes and other decisions, its checks, file, fingerprint, and counts. No torch.
+"""Container of routes and other decisions, its checks, file, fingerprint, and counts. No torch.
 
 spec          experts, picks and routed layers of a model      RoutingSpec, RoutedLayer, LayerKind
 container     the routes of sequences, and cutting them        RoutingTrace, concatenate, digest

@@ -14,7 +14,7 @@ from foreroute.kernels import BOOL, INT, NONE, ArrayOf, compiled
 from foreroute.trace.spec import ID_TYPES, RoutedLayer, RoutingSpec
 
 MISSING = -1
-"""What stands for an id in a row that was not recorded, where routes come in and go out as arrays."""
+"""Id in a row that was not recorded, where routes come in and go out as arrays."""
 PUT_AT_ONCE = 1 << 18
 """Bytes of routes that are looked at and then copied, so that they are read from memory once."""
 TAKEN_AT_ONCE = 1 << 18
@@ -39,7 +39,7 @@ def check_rows(
         if are_sets_of_eight(picks_NL, np.ascontiguousarray(valid_N), spec.num_experts):
             return
     rows = np.flatnonzero(valid_N)
-    for num_experts, top_k, at in spec.groups:
+    for num_experts, top_k, at in spec.layers_by_size:
         ids, layers = expert_ids_NLK[:, at, :top_k], np.arange(spec.num_layers)[at]
         found = _first_bad_picks[ids.dtype](np.ascontiguousarray(ids), rows, num_experts)
         if found != NONE:

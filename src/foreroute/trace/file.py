@@ -39,12 +39,12 @@ from foreroute.trace.spec import ID_TYPES, RoutedLayer, RoutingSpec, spec_from
 from foreroute.trace.streams import DecisionStream, check_name
 
 Encoding = Literal["sets", "ordered"]
-"""How a file holds the picks of a row: as a set, or in pick order."""
+"""Form of a row's picks in a file: as a set, or in pick order."""
 ENCODINGS: tuple[Encoding, ...] = ("sets", "ordered")
 """All of them, the default first."""
 FRAMES = "frames"
 SETS = "sets"
-"""What every stream holds: a set of ids for each row and layer."""
+"""Content of every stream: a set of ids for each row and layer."""
 FORMAT = FileFormat(
     name="trace",
     version=3,
@@ -219,7 +219,7 @@ def stored_type(num_experts: int) -> Any:
 def row_bytes(spec: RoutingSpec) -> NDArray[np.int64]:
     """Return the bytes that the routes of a row take in each layer's frame, int64 [L]."""
     bytes_L = np.empty(spec.num_layers, np.int64)
-    for num_experts, top_k, at in spec.groups:
+    for num_experts, top_k, at in spec.layers_by_size:
         bytes_L[at] = top_k * np.dtype(stored_type(num_experts)).itemsize
     return bytes_L
 
@@ -264,7 +264,7 @@ def _route_columns(
     """Return the numbers in the frame of each layer of a chunk: uint8 or uint16 [K, R]. Sets are checked here."""
     spec, valid = trace.spec, np.ascontiguousarray(trace.valid_N[start:stop])
     columns: dict[int, NDArray[Any]] = {}
-    for num_experts, top_k, at in spec.groups:
+    for num_experts, top_k, at in spec.layers_by_size:
         dtype = stored_type(num_experts)
         ids_RLK = np.ascontiguousarray(trace.expert_ids_NLK[start:stop, at, :top_k], dtype)
         if as_sets:
@@ -298,7 +298,7 @@ def _numbers(planes: NDArray[np.uint8], dtype: Any) -> NDArray[Any]:
 
 @dataclass(frozen=True)
 class TraceHeader:
-    """What a file says about itself. N rows in C chunks of F frames."""
+    """Header of a trace file. N rows in C chunks of F frames."""
 
     spec: RoutingSpec  # the model
     as_sets: bool  # whether ids are gaps of sorted ids; else they are in pick order
@@ -486,7 +486,7 @@ def _read_chunks(
             raise TraceContentError(f"a validity is {validity.max()}; expected 0 or 1")
         valid[a:b] = validity
         _refuse_false_rows(tokens[a:b], versions[a:b], valid[a:b])
-        for num_experts, top_k, at in spec.groups:
+        for num_experts, top_k, at in spec.layers_by_size:
             each = [contents[i] for i in 1 + positions[at]]
             planes = np.concatenate(each, out=routes[: sum(map(len, each))])
             columns_LKR = _numbers(planes.reshape(len(each), top_k, -1), stored_type(num_experts))

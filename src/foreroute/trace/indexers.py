@@ -1,4 +1,4 @@
-"""What sparse-attention indexers choose: how many units of a sequence a query attends to, in which layers. No torch.
+"""Choices of sparse-attention indexers: the units of a sequence a query attends to, and in which layers. No torch.
 
 A unit is a token, or a pool, block or compressed entry of several. Units are counted from the first token of their
 sequence, so that a layout moves rows and leaves choices as they are. Where several index heads choose for

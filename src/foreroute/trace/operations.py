@@ -189,7 +189,7 @@ def add_assignments(
     order = np.argsort(start_S, kind="stable")
     stride, flat = shape[2] * shape[3], counts_MLGE.reshape(-1)
     valid_N, offsets = np.ascontiguousarray(trace.valid_N), np.ascontiguousarray(trace.offsets)
-    for _, top_k, at in spec.groups:
+    for _, top_k, at in spec.layers_by_size:
         ids = np.ascontiguousarray(trace.expert_ids_NLK[:, at, :top_k])
         layers = np.arange(spec.num_layers)[at]
         if not _add_counts[ids.dtype](ids, valid_N, offsets, order, start_S, layers * stride, shape[3], flat):

@@ -22,7 +22,7 @@ ID_TYPES = np.dtype(np.uint8), np.dtype(np.uint16)
 
 
 class LayerKind(StrEnum):
-    """Which part of a model a routed layer belongs to. Each kind numbers its layers on its own.
+    """Part of a model that a routed layer belongs to. Each kind numbers its layers on its own.
 
     A decoder layer whose attention block routes too has two rows, ATTENTION and DECODER, of the same number.
     """
@@ -51,14 +51,14 @@ class RoutedLayer:
 
     @property
     def noun(self) -> str:
-        """What messages and axes call such a layer, without its number."""
+        """Name of such a layer in messages and axes, without its number."""
         return str(self.kind)
 
     def __str__(self) -> str:
         return f"{self.noun} {self.index}"
 
 
-class LayerGroup(NamedTuple):
+class LayersOfOneSize(NamedTuple):
     """Layers of a model that have the same E and K, and where they are on the layer axis: all of it, or int64 [L']."""
 
     num_experts: int
@@ -83,7 +83,7 @@ class RoutingSpec:
         id_dtype: uint8 up to 256 experts, or 255 where layers differ in K; else uint16.
         sizes_L: (E, K) of each of L layers, whether they differ or not.
         picks_L: int64 [L], the K of each layer.
-        groups: the layers by their sizes, so that each part [..., `at`, :K] of routes is one without a filler.
+        layers_by_size: the layers of each size, so that each part [..., `at`, :K] of routes is one without a filler.
     """
 
     num_experts: int
@@ -95,7 +95,7 @@ class RoutingSpec:
     id_dtype: np.dtype[np.uint8] | np.dtype[np.uint16] = field(init=False, repr=False, compare=False)
     sizes_L: tuple[tuple[int, int], ...] = field(init=False, repr=False, compare=False)
     picks_L: NDArray[np.int64] = field(init=False, repr=False, compare=False)
-    groups: tuple[LayerGroup, ...] = field(init=False, repr=False, compare=False)
+    layers_by_size: tuple[LayersOfOneSize, ...] = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "num_experts", whole_number(self.num_experts, name="num_experts", most=MAX_EXPERTS))
@@ -123,11 +123,11 @@ class RoutingSpec:
         sizes_L = self.sizes or ((self.num_experts, self.top_k),) * count
         object.__setattr__(self, "sizes_L", sizes_L)
         object.__setattr__(self, "picks_L", np.array([top_k for _, top_k in sizes_L]))
-        groups = [LayerGroup(self.num_experts, self.top_k, slice(None))]
+        parts = [LayersOfOneSize(self.num_experts, self.top_k, slice(None))]
         if self.sizes:
             table = np.array(self.sizes)
-            groups = [LayerGroup(*size, np.flatnonzero((table == size).all(axis=1))) for size in dict.fromkeys(sizes_L)]
-        object.__setattr__(self, "groups", tuple(groups))
+            parts = [LayersOfOneSize(*size, np.flatnonzero((table == size).all(1))) for size in dict.fromkeys(sizes_L)]
+        object.__setattr__(self, "layers_by_size", tuple(parts))
 
     def _checked_sizes(self) -> tuple[tuple[int, int], ...]:
         """Return the sizes of layers, if they differ, as whole numbers."""

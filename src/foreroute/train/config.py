@@ -70,7 +70,7 @@ class ModelConfig(Section):
 
     @property
     def tokenizer_folder(self) -> str | None:
-        """Where the tokenizer is, if there is one."""
+        """Folder of the tokenizer, if there is one."""
         return self.tokenizer or self.path
 
 
@@ -113,11 +113,11 @@ class TaskConfig(Section):
     data: str | None = None
     """JSONL file of prompts instead of chains."""
     reward: str | None = None
-    """With data: "file.py:function"."""
+    """Reward of data: "file.py:function"."""
     max_prompt_tokens: Tokens = 512
-    """With data: longest prompt."""
+    """Longest prompt of data."""
     max_response_tokens: Tokens = 512
-    """With data: longest response; longer ones are cut and trained on."""
+    """Longest response to data; longer ones are cut and trained on."""
 
     @property
     def longest_input(self) -> int:
@@ -147,13 +147,13 @@ class ServerConfig(Section):
     python: str | None = None
     """vLLM's Python, to start it."""
     max_model_len: Tokens | None = None
-    """With python: longest sequence, by default the model's."""
+    """Longest sequence of a started server, by default the model's."""
     options: dict[str, bool | int | float | str] = Field(default_factory=dict)
-    """With python: arguments of `vllm serve`: block_size = 32."""
+    """Arguments of `vllm serve` where python is set: block_size = 32."""
     url: str | None = None
     """Address of your server."""
     weights_folder: str | None = None
-    """With url: folder for weights, under one path for both."""
+    """Folder for weights where url is set, under one path for both."""
     timeout_s: Timeout = 600.0
     """Longest start or request."""
 
@@ -189,7 +189,7 @@ class RolloutConfig(Section):
 
     @property
     def truncates(self) -> bool:
-        """Whether tokens may be left out."""
+        """Say whether tokens may be left out."""
         return self.top_k > 0 or self.top_p < 1 or self.min_p > 0
 
     @model_validator(mode="after")
@@ -219,7 +219,7 @@ class CorrectionConfig(Section):
     method: Literal["none", "tis"] = "none"
     """Truncated importance sampling, per token."""
     high: Positive = 2.0
-    """With tis: highest weight."""
+    """Highest weight of tis."""
 
     @model_validator(mode="after")
     def _bounds_something(self) -> CorrectionConfig:
@@ -234,7 +234,7 @@ class RLConfig(Section):
     routing: Routing = "R3"
     """The trainer's [experts](#objectives)."""
     router: Literal["trained", "frozen"] = "trained"
-    """Whether RL changes routers."""
+    """Routers in RL, trained or frozen."""
     steps: Count = 80
     """Rollouts with updates; on resume, at least those recorded."""
     mini_steps: Count = 1
@@ -281,7 +281,7 @@ class MeasureConfig(Section):
 
 
 class CheckpointConfig(Section):
-    """When the state is saved."""
+    """Times at which the state is saved."""
 
     every: Count = 20
     """Steps between checkpoints."""

@@ -23,7 +23,7 @@ from foreroute.train.config import TrainConfig
 from foreroute.train.policy import Alone, ScheduledPass
 
 MOMENTS = 2
-"""What AdamW keeps for a weight, in weights."""
+"""Numbers that AdamW keeps for a weight."""
 
 
 class MemoryBudget:

@@ -1,4 +1,4 @@
-"""What an update minimises: small functions, each with its formula and source, over response tokens.
+"""Objective of an update: small functions, each with its formula and source, over response tokens.
 
     rewards ─ group_advantages ─▶ A     log-probs ─ policy_log_ratio ─▶ r     trainer over engine: rho
                                   │                                     │     rho ─ min(rho, high) ─▶ w

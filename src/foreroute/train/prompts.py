@@ -126,7 +126,7 @@ class Message(Section):
 
 
 class Row(Section):
-    """What a line has beside keys of the reward."""
+    """Fields of a line beside keys of the reward."""
 
     prompt: Annotated[str, Field(min_length=1)] | None = None
     messages: Annotated[list[Message], Field(min_length=1)] | None = None

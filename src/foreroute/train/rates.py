@@ -1,4 +1,4 @@
-"""What the ranks that run this reach, measured: the rates of a topology file, by which plans are priced.
+"""Rates that the ranks that run this reach, measured: those of a topology file, by which plans are priced.
 
 A small model with layers of the file's shape runs three steps in turn, recompute and update of each:
 
@@ -48,7 +48,7 @@ LAYERS, MICRO_STEPS, VOCABULARY, HEAD_WIDTH, SEQUENCE = 2, 2, 256, 64, 256
 UNEVEN = 0.6
 """Added to the scores of the first expert, and less to the next: the slowest of two ranks has 1.6 times the mean."""
 ROUNDS = 5
-"""How often each is run; the quickest counts, since what disturbs a machine only adds."""
+"""Runs of each measurement; the quickest counts, since what disturbs a machine only adds."""
 MESSAGE = 1 << 20
 """Elements of 4 bytes that are sent to each peer where bandwidth is measured."""
 OF_REPLICAS = ("replica_s", "replica_backward_s")

@@ -1,4 +1,4 @@
-"""What a step is recorded as: reward, mismatch without and with replay on one rollout, loads of ranks."""
+"""Record of a step: reward, mismatch without and with replay on one rollout, loads of ranks."""
 
 from __future__ import annotations
 
@@ -28,9 +28,9 @@ from foreroute.records import StepRecord
 from foreroute.records.step_record import (
     DeviceRecord,
     ExecutionRecord,
-    Grouping,
     Load,
     MismatchRecord,
+    PackingFigure,
     PassRecord,
     Side,
     SuspicionRecord,
@@ -282,7 +282,7 @@ def _loads(each: ExecutedPass, executed_MLG: NDArray[np.int64]) -> dict[Load, ND
     return {"at_home": at_home_MLG, "planned": planned_MLG, "executed": executed_MLG}
 
 
-def _packing(found: list[PackingCertificate]) -> dict[Grouping, int]:
+def _packing(found: list[PackingCertificate]) -> dict[PackingFigure, int]:
     """Sum the certificates of passes that were packed by routes."""
     if not found:
         return {}

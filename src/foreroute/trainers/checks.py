@@ -1,4 +1,4 @@
-"""What every trainer is checked for: the methods that replay stands on, and the routes of the first rollout."""
+"""Checks of every trainer: the methods that replay stands on, and the routes of the first rollout."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ Value = TypeVar("Value")
 Refusals = Sequence[tuple[object, str]]
 """Conditions, and what is said where one holds: what was seen, and what to do."""
 DRIFT = (Defect.WEIGHT_VERSION, Defect.UNEXPLAINED)
-"""What rounding and other weights may look like; anything else is a mix-up on the way."""
+"""Defects that rounding and other weights may look like; anything else is a mix-up on the way."""
 
 
 def require_overridden(peer: str, version: str, derived: type, base: type) -> None:

@@ -16,7 +16,7 @@ from foreroute.replay import RootRows, RoutedModel
 
 LOG = logging.getLogger(__name__)
 Watching = Literal["off", "warn", "drop", "stop"]
-"""What is done about wrong rows: nothing, a line in the log, `kept_tokens` alone are trained on, the run ends."""
+"""Reaction to wrong rows: nothing, a line in the log, `kept_tokens` alone are trained on, the run ends."""
 
 
 MOST_WAITING = 16

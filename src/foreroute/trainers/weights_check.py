@@ -1,4 +1,4 @@
-"""Whether a rollout engine has the trainer's weights: by k3 of its tokens on the same experts."""
+"""Check that a rollout engine has the trainer's weights: by k3 of its tokens on the same experts."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ K3Sums = dict[int, tuple[float, float]]
 
 
 class WeightsCheck:
-    """Whether a rollout was sampled with the trainer's weights: by the mean k3 of its tokens, once for each rollout.
+    """Check that a rollout was sampled with the trainer's weights: by the mean k3 of its tokens, once for each rollout.
 
     In the old-log-prob pass under R3 both sides have the same tokens, experts and, if the last sync went well, weights.
     What is left of k3 is their precisions. Weights that arrived nowhere, or in wrong places, are far above that.

@@ -60,7 +60,7 @@ class OfTransformers(IdsAlone):
 
     def __init__(self, family="qwen3_moe"):
         self.of_transformers = HuggingFaceUnderTest(family, FAMILIES[family])
-        self.vocabulary, self.groups = self.of_transformers.vocabulary, self.of_transformers.groups
+        self.vocabulary, self.group_limit = self.of_transformers.vocabulary, self.of_transformers.group_limit
 
     def model(self, case):
         return self.of_transformers.build(case)

@@ -43,13 +43,13 @@ if TYPE_CHECKING:
     from foreroute.adapters.hf.routed_transformer import TransformerHooks
 
 SITE = "_foreroute_experts"
-"""Where an experts module keeps its `ForerouteEP`."""
+"""Attribute in which an experts module keeps its `ForerouteEP`."""
 WEIGHT = re.compile(r"(gate_up_proj|up_proj|down_proj)(_bias)?")
 """Parameters of an experts module that a replica computes with."""
 REPLICA_DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 """Dtypes of weights that replicas compute with. Those of 8 bits and less are not: their scales do not travel."""
 LAYOUT = ("has_gate", "has_bias", "is_transposed", "_apply_gate")
-"""What transformers' `use_experts_implementation` puts on an experts module, and `foreroute.ep.compute` reads."""
+"""Names that transformers' `use_experts_implementation` puts on an experts module, and `foreroute.ep.compute` reads."""
 
 
 def find_spread_experts(model: nn.Module, routers: Sequence[str]) -> SpreadExperts | None:
@@ -99,7 +99,7 @@ def owners_of(layer: ForerouteEP) -> NDArray[np.int64]:
 
 
 class ForerouteEP(AutoEP):
-    """How the experts of one layer get their tokens."""
+    """Token exchange of the experts of one layer."""
 
     def __init__(self, experts: nn.Module, ep_mesh: Any, tp_mesh: Any) -> None:
         super().__init__(experts, ep_mesh, tp_mesh)
@@ -288,7 +288,7 @@ class ForerouteEP(AutoEP):
 
     @property
     def versions(self) -> tuple[int, ...]:
-        """How often each of `owned` was written to, which the memory of a DTensor does not count."""
+        """Writes to each of `owned`, which the memory of a DTensor does not count."""
         return tuple(each._version for each in self._updated)
 
     def set_homes(self, home_E: NDArray[np.int16]) -> None:

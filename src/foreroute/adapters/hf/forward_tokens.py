@@ -1,4 +1,4 @@
-"""What a forward of a Hugging Face model says about its batch: tokens, padding, where sequences begin and continue.
+"""Batch of a forward of a Hugging Face model: tokens, padding, where sequences begin and continue.
 
 It is found on the device of the batch, the CPU among others. The host reads it for a recording, which has the rows of
 each forward that are no padding and were not taken back, and to say what is wrong with it.
@@ -167,7 +167,7 @@ class ForwardTokens:
 
     @property
     def _mixes(self) -> str:
-        """What makes attention take a row for one sequence, whatever is said of where others begin; or nothing."""
+        """Reason that attention takes a row for one sequence, whatever is said of where others begin; or nothing."""
         if not self.is_masked:
             return ""
         if self.position_ids is None:

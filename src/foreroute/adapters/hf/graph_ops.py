@@ -1,4 +1,4 @@
-"""Where a compiled model meets the host: one operator before a pass and one after it.
+"""Operators where a compiled model meets the host: one operator before a pass and one after it.
 
 Finding the rows of a batch is work for the host: a batch that does not fit is refused. Traced into a graph it would
 break it. So a compiled forward calls `foreroute::begin_pass`, which hands it the routes as tensors, and

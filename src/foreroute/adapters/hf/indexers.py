@@ -34,7 +34,7 @@ from foreroute.trace.streams import MOST_CHOICES
 
 @dataclass(frozen=True)
 class IndexerForm:
-    """What one class of indexer returns. The names are those of attributes of the module."""
+    """Return values of one class of indexer. The names are those of attributes of the module."""
 
     top_k: str = "index_topk"  # how many it chooses
     unit: str | None = None  # how many tokens make up a unit; None where units are tokens

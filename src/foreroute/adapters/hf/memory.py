@@ -1,4 +1,4 @@
-"""What a spread model takes in a micro-step, from a few small ones: the input of memory forecasts."""
+"""Memory of a spread model in a micro-step, from a few small ones: the input of memory forecasts."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which pixels stand behind each token of an image: a digest of them for each, recorded and compared in replay.
+"""Pixels behind each token of an image: a digest of them for each, recorded and compared in replay.
 
 Families whose forward takes `image_grid_thw` are given the patches of all images of a batch in one tensor, in the order
 of the tokens that stand for them: a fixed number of patches for a token, whatever image and sequence it is in.
@@ -35,7 +35,7 @@ INPUTS = {
 """Patches and grids that a forward takes; and digests of what was encoded before."""
 ENCODED = "mm_encoder_outputs"
 OTHERS = ("pixel_values_local", "input_features", ENCODED)
-"""What forwards take beside tokens where nothing says to which tokens it belongs."""
+"""Arguments of forwards beside tokens where nothing says to which tokens it belongs."""
 ARGUMENTS = frozenset((*INPUTS["image"], *INPUTS["video"], *OTHERS))
 MIXING = (0x1C69B3F74AC4AE35, 0x3C79AC492BA7B653, 0x1D8E4E27C47D124F)
 """Odd numbers, by which bits are multiplied modulo 2^64. Files hold what comes of them: they stay."""
@@ -45,7 +45,7 @@ DIGESTS = "foreroute_digests"
 
 
 class ImageTokens(NamedTuple):
-    """How a family lays images out among its tokens."""
+    """Layout of a family's images among its tokens."""
 
     image: int  # the token that stands for a piece of an image
     video: int  # that for a piece of a video; `image`, where a family has videos stand behind tokens of images

@@ -70,13 +70,13 @@ class RoutedTransformer(PlannedModel):
 
     @property
     def indexers(self) -> IndexerSpec | None:
-        """What the indexers of its sparse attention may choose; None where it has none that is known."""
+        """Choices of the indexers of its sparse attention; None where it has none that is known."""
         found = self._of_trunk.found_indexers
         return None if found is None else found.spec
 
     @property
     def routers(self) -> Sequence[SelectingRouter]:
-        """What selects, in layer order: `router.path` in the model, and `router.module`."""
+        """Selecting modules, in layer order: `router.path` in the model, and `router.module`."""
         return self._of_trunk.routers
 
     def router_parameters(self) -> list[nn.Parameter]:

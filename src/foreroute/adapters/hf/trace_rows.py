@@ -1,4 +1,4 @@
-"""Which rows of a trace a forward of a Hugging Face model takes.
+"""Rows of a trace that a forward of a Hugging Face model takes.
 
 Rows are found on the device of the batch, where its tokens are compared with the trace's. The host says what is wrong
 where they do not belong together.
@@ -99,7 +99,7 @@ class TraceRows:
 
     @property
     def is_whole(self) -> bool:
-        """Whether no row is missing but the last of a sequence."""
+        """Say whether no row is missing but the last of a sequence."""
         return bool(faithful_rows(self.trace).all())
 
     def of_pass(self, chunk: int, batch: ForwardTokens, policy: Policy, checks: DeferredChecks) -> ReplayRows:

@@ -1,4 +1,4 @@
-"""Which layers of a checkpoint route, without its weights: a model of transformers that takes no memory is asked.
+"""Routed layers of a checkpoint, without its weights: a model of transformers that takes no memory is asked.
 
 transformers builds the model from `config.json` on tensors that have a shape and no values, and the forward that
 `attach` runs is run on these. So the layers are those that the classes themselves make, in every family, and a family

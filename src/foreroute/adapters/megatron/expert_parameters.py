@@ -1,4 +1,4 @@
-"""What this rank keeps for each expert of a layer: parameters, and the state that Megatron's optimizers have for them.
+"""State of each expert of a layer on this rank: parameters, and the state that Megatron's optimizers have for them.
 
 What is not known is refused: a tensor that stays behind would go on as another expert's.
 """
@@ -111,7 +111,7 @@ def _has_gradient(parameter: nn.Parameter) -> bool:
 
 
 class ParameterState(NamedTuple):
-    """What an optimizer keeps for one parameter on this rank."""
+    """State that an optimizer keeps for one parameter here."""
 
     tensors: dict[str, HeldTensor]  # by name
     counts: tuple[tuple[str, float], ...] = ()  # state without dimensions, such as the number of steps

@@ -30,7 +30,7 @@ def is_flex(dispatcher: Any) -> bool:
 
 
 def objection_to_kernels(dispatcher: Any) -> str | None:
-    """Why a flex dispatcher cannot be told places, or None."""
+    """Say why a flex dispatcher cannot be told places, or None."""
     if type(dispatcher._comm_manager) in HANDLES:
         return None
     backend = dispatcher.config.moe_flex_dispatcher_backend
@@ -50,10 +50,10 @@ def kernel_handle(dispatcher: Any, rows: CellRows, ids_NK: Tensor) -> FlexHandle
 
 
 class FlexHandle(ABC):
-    """Where the rows of one call go, token by token, as `DispatchHandle`."""
+    """Destinations of the rows of one call, token by token, as `DispatchHandle`."""
 
     widens_gates = False
-    """Whether Megatron gives experts gates of the router's float64 again."""
+    """Flag that Megatron gives experts gates of the router's float64 again."""
 
     def __init__(self, manager: Any, rows: CellRows, ids_NK: Tensor) -> None:
         assert rows.places is not None, "executions on flex dispatchers have places"

@@ -1,4 +1,4 @@
-"""What a forward call of a Megatron-Core model says about its micro-batch, and how ranks share the rows of it.
+"""Micro-batch of a forward call of a Megatron-Core model, and the ranks' shares of its rows.
 
 Letters: B sequences of a batch of T positions, C = B · T rows that the model is handed on this rank, sequence first,
 R of them that routers see, S sequences of a trace.
@@ -32,7 +32,7 @@ OFFSETS = ("cu_seqlens_q", "cu_seqlens_q_padded")
 
 @dataclass(frozen=True)
 class Share:
-    """How the rows of a micro-batch are shared by context-parallel ranks, and by those that cut what these are left."""
+    """Shares of a micro-batch's rows among context-parallel ranks, and those that cut what these are left."""
 
     cp: int = 1  # each sequence is dealt to these ranks in zigzag chunks
     cp_rank: int = 0
@@ -86,7 +86,7 @@ class Call:
 
     @property
     def offsets(self) -> Tensor:
-        """Where the sequences of a packed batch begin, padding between them included."""
+        """Offsets of the sequences in a packed batch, padding between them included."""
         padded, plain = self.packed.cu_seqlens_q_padded, self.packed.cu_seqlens_q
         offsets: Tensor = plain if padded is None else padded
         return offsets

@@ -36,7 +36,7 @@ OTHER_ORDER = {
 """Settings of a packed batch by which routers see its rows in an order of their own."""
 
 ACTION = "router_replay_action"
-"""What Megatron's own replay of a router is set to do; None while it is switched off."""
+"""Attribute that says what Megatron's own replay of a router does; None while it is switched off."""
 BIAS = "_apply_expert_bias"
 """The method by which routers count for their bias."""
 

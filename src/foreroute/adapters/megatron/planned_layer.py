@@ -159,7 +159,7 @@ class PlannedLayer:
 
 
 def objection_to_layer(site: ChunkRouter) -> str | None:
-    """Why a plan cannot be executed in a layer, or None."""
+    """Say why a plan cannot be executed in a layer, or None."""
     block, dispatcher = site.block, site.block.token_dispatcher
     if objection := objection_to_class(block, ("forward", *STEPS)):
         return objection

@@ -1,4 +1,4 @@
-"""What a Megatron-Core model recorded, put together over the ranks that share its rows and its layers.
+"""Recordings of a Megatron-Core model, put together over the ranks that share its rows and its layers.
 
 Routes go from rank to rank as tensors, as narrow as they were recorded; only names of layers go as objects.
 

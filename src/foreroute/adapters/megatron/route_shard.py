@@ -70,7 +70,7 @@ class RouteShard:
 
     @cached_property
     def is_whole(self) -> bool:
-        """Whether every row, padding too, has a route here, so that nothing is left to the model's routers."""
+        """Say whether every row, padding too, has a route here, so that nothing is left to the model's routers."""
         num_routed = int(self.trace.valid_N.sum() + (self.row_R <= SPREAD).sum()) if self.layers else 0
         return num_routed == len(self.row_R)
 

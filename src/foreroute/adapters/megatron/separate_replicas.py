@@ -183,7 +183,7 @@ def _grouped_beside(experts: Any, num_gemms: int) -> nn.Module:
 
 
 def objection_to_experts(experts: Any) -> str | None:
-    """Why replicas of a layer's experts cannot be computed, or None."""
+    """Say why replicas of a layer's experts cannot be computed, or None."""
     try:
         found = parameters_of_experts(experts)
     except TransferError as error:

@@ -290,7 +290,7 @@ class TransferEngine:
 
 @dataclass(frozen=True)
 class TransferOptions:
-    """How weights travel. The same on all ranks.
+    """Options of how weights travel. The same on all ranks.
 
     Attributes:
         paths: "direct", from peer to peer; or "host", through host memory within a node.

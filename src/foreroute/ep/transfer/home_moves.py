@@ -170,7 +170,7 @@ class HeldTensor(NamedTuple):
 
 @dataclass
 class MovingLayer:
-    """What one layer holds on this rank, sends and receives."""
+    """Weights that one layer holds here, sends and receives."""
 
     where: str  # in words
     rows: list[dict[str, HeldTensor]]  # of the expert in each row of the shard, by name
@@ -182,7 +182,7 @@ class MovingLayer:
 
     @property
     def extents(self) -> LayerExtents:
-        """What this rank tells the others."""
+        """Extents that this rank tells the others."""
         return LayerExtents([{name: held.extent for name, held in row.items()} for row in self.rows], self.counts)
 
     @property

@@ -18,7 +18,7 @@ MESSAGES_PER_TRANSFER = 2**16
 TRANSFERS_IN_FLIGHT = 2**15
 """Together 31 bits, the positive half of a message's 32-bit tag: the transfer modulo this, and the number in it."""
 LOST = ("connect", "timed out", "timeout", "broken pipe", "socket", "remote process exited", "abort")
-"""What gloo and NCCL say of a peer that is gone or does not answer, and of nothing else."""
+"""Words of gloo and NCCL about a peer that is gone or does not answer, and of nothing else."""
 Message = tuple[int, int, Tensor]
 """Peer in the group, number in the transfer (the same at both ends), contiguous tensor that is read or written."""
 

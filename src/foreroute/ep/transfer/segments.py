@@ -1,4 +1,4 @@
-"""Which part of which expert goes where when experts change their homes: arithmetic, without torch or processes.
+"""Parts of experts, and where they go, when experts change their homes: arithmetic, without torch or processes.
 
 The shard of a rank holds its experts in ascending order of their id. An expert has several tensors: its weights, and
 for each of them what the optimizer keeps. Expert-data-parallel ranks, if there are any, hold the same experts: each has
@@ -60,7 +60,7 @@ class Extent(NamedTuple):
 
 @dataclass(frozen=True)
 class LayerExtents:
-    """What a rank holds of one layer."""
+    """Parts of one layer that a rank holds."""
 
     # of the expert in each row, by name; tensors that the rank holds nothing of may be left out
     rows: list[dict[str, Extent]]

@@ -42,7 +42,7 @@ class SlotSet:
         self.cell = cell
 
     def holds(self, plan: CellPlan) -> bool:
-        """Whether the slots of all ranks hold the replicas of a cell, or are being sent them."""
+        """Say whether the slots of all ranks hold the replicas of a cell, or are being sent them."""
         return bool((self.held_GR[plan.rank_R, plan.slot_R] == plan.expert_R).all())
 
     def lacking(self, moves: CellSchedule, rank: int) -> tuple[NDArray[np.void], NDArray[np.void]]:

@@ -16,7 +16,7 @@ from foreroute.ep.transfer.peers import Message, PeerGroup, collective_errors
 
 
 class Transfer:
-    """What a rank sends, receives and copies from host memory in one go: to be posted, and then to be waited for."""
+    """Data a rank sends, receives and copies from host memory in one go: to be posted, and then to be waited for."""
 
     # Sent tensors must not be written to, and received ones not be read, until `wait` returns. Both ends of a pair of
     # ranks list their messages in the same order.
@@ -86,7 +86,7 @@ def row_messages(
 
 
 class TransferLane:
-    """What runs transfers beside the model: on a GPU a stream. Elsewhere gloo has threads of its own."""
+    """Lane of transfers beside the model: on a GPU a stream. Elsewhere gloo has threads of its own."""
 
     def __init__(self, device: torch.device) -> None:
         self.stream = torch.cuda.Stream(device) if device.type == "cuda" else None

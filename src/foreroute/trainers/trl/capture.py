@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
 
 class Turn(NamedTuple):
-    """What one request to an engine brought: a whole rollout, or what is sampled behind the answers of tools."""
+    """Result of one request to an engine: a whole rollout, or what is sampled behind the answers of tools."""
 
     prompt_lengths: Sequence[int]  # of each of its sequences, tokens that the engine was given
     trace: RoutingTrace  # of these tokens, and of those that were sampled
@@ -70,7 +70,7 @@ class RolloutCapture:
 
     @property
     def is_open(self) -> bool:
-        """Whether what is sampled now is trained on with its routes; R2 needs none of a rollout."""
+        """Say whether what is sampled now is trained on with its routes; R2 needs none of a rollout."""
         return self._guard.is_on and bool(self._trainer.model.training) and self._replay != "R2"
 
     def begin_rollout(self) -> None:
@@ -111,7 +111,7 @@ class RolloutCapture:
 
     @property
     def _version(self) -> int:
-        """What rollouts of the weights of now are stamped with."""
+        """Version that rollouts of the weights of now are stamped with."""
         return int(self._trainer.state.global_step)
 
     def _run_rollout_func(self, function: Callable[..., Any], prompts: list[Any], trainer: Any) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""Which of TRL's passes is which, and what is replayed in it.
+"""Passes of TRL, told apart, and the replay in each.
 
 A training step of TRL is, in this order: the rollout; the old-log-prob pass, in which the weights are still those of
 the rollout (left out where each generation serves one update); the reference pass; rewards; then shuffling and
@@ -127,7 +127,7 @@ class TrainerPassController:
 
     @property
     def is_open(self) -> bool:
-        """Whether what TRL runs now is replayed, or measured."""
+        """Say whether what TRL runs now is replayed, or measured."""
         return self._guard.is_on and bool(self._trainer.model.training)
 
     def end_rollout(self, prompts: Sequence[Any], completions: Sequence[Any], env_masks: Any) -> None:

@@ -33,7 +33,7 @@ LOGPROBS_OF_TRL = "sampling_per_token_logps"
 
 
 class Decisions(NamedTuple):
-    """What every forward over the same sequences takes of the rollout."""
+    """Parts of the rollout that every forward over the same sequences takes."""
 
     sequences: NDArray[np.int64]  # [B], of the rollout
     routes: TraceRows
@@ -42,7 +42,7 @@ class Decisions(NamedTuple):
 
 @dataclass(eq=False)
 class Rollout:
-    """What one call of TRL's generation brought, in its order."""
+    """Result of one call of TRL's generation, in its order."""
 
     trace: RoutingTrace  # S sequences, prompt and completion
     prompt_lengths: NDArray[np.int64]  # [S]

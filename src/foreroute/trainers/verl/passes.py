@@ -1,4 +1,4 @@
-"""What verl's engines have in common: batches of micro-batches, each replayed, compared with the rollout, and counted.
+"""Common part of verl's engines: batches of micro-batches, each replayed, compared with the rollout, and counted.
 
 A step of verl is: the rollout, whose routes travel in the batch; the old-log-prob pass, in which the weights are still
 those of the rollout (left out in bypass mode); the reference pass, on an engine of its own or with adapters switched
@@ -37,7 +37,7 @@ Value = TypeVar("Value")
 
 
 class ReplayingEngine:
-    """What engines of verl are derived from before its own: its passes over a batch, with replay around them."""
+    """Base class of verl's engines before its own: its passes over a batch, with replay around them."""
 
     # verl's engine defines these; a mixin only sees them at run time
     engine_config: Any

@@ -1,4 +1,4 @@
-"""What switches plans on in verl's Megatron engine.
+"""Switch for plans in verl's Megatron engine.
 
 When the micro-batches of a batch are known and none of them has run, the ranks that share experts tell each other their
 counts. Then a thread of the first plans, while the first micro-batch runs at home. The others run under the plan, which
@@ -56,7 +56,7 @@ class PlanningMegatronConfig(McoreEngineConfig):
 
     @property
     def packing(self) -> PackingRule:
-        """What sequences are packed by."""
+        """Rule by which sequences are packed."""
         return PlanOptions.from_table(self.plan).packing
 
     def __post_init__(self) -> None:

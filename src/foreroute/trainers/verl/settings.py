@@ -1,4 +1,4 @@
-"""What a configuration of verl asks for, and what of it is refused. A refusal names all that is in the way."""
+"""Requests of a verl configuration, and those that are refused. A refusal names all that is in the way."""
 
 from __future__ import annotations
 
