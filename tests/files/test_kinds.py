@@ -58,18 +58,18 @@ OF_KIND = {
     "tar": (in_memory(tarred), "a tar archive. Unpack"),
     "zip": (in_memory(zipped), "a zip archive"),
     "npz": (in_memory(lambda file: np.savez(file, a=np.zeros(2))), "(.npz)"),
-    "Arrow": (b"ARROW1" + bytes(40), "an Arrow file"),
+    "Arrow": (b"ARROW1" + bytes(40), "Arrow file"),
     "HDF5": (b"\x89HDF\r\n\x1a\n" + bytes(40), "an HDF5 file"),
-    "HTML": (b"<!DOCTYPE html>\n<title>Sign in</title>", "a page in HTML"),
+    "HTML": (b"<!DOCTYPE html>\n<title>Sign in</title>", "in HTML"),
     "parquet": (b"PAR1" + bytes(40), "Parquet"),
     "LFS": (b"version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 12\n", "Git LFS"),
-    "JSON": (b' {"model_type": "qwen3_moe", "num_experts": 8}', "it is JSON"),
+    "JSON": (b' {"model_type": "qwen3_moe", "num_experts": 8}', "is JSON"),
     "JSON Lines": (
         b'{"input": "a"}\n{"input": "b"}\n',
-        "JSON Lines (.jsonl). Hand in one of its values, or a JSON list",
+        "JSON Lines (.jsonl). Hand in",
     ),
-    "TOML": (b"# a cluster\n[topology]\nnum_ranks = 8\n", "it is TOML"),
-    "text": ("Zuerst, später".encode(), "it is text"),
+    "TOML": (b"# a cluster\n[topology]\nnum_ranks = 8\n", "is TOML"),
+    "text": ("Zuerst, später".encode(), "is text"),
     "nothing": (b"", "empty"),
 }
 BINARY_DOORS = {"trace": fr.load, "generation": load_generation, "counts": load_counts, "plan": load_plan}
@@ -117,12 +117,12 @@ def test_what_is_no_path_is_refused_in_words(path, tmp_path, monkeypatch):
 @pytest.mark.parametrize(
     ("content", "message"),
     [
-        (b"a = " + b"[" * 5000, "nested too deep"),
-        (b"a = " + b"[" * 60 + b"]" * 60, "nested more than 32 deep"),
-        (b"a = " + b"9" * 5000, "not a readable TOML file"),
-        (b"a = 9223372036854775808", "integer of more than 64 bits"),
+        (b"a = " + b"[" * 5000, r"nested too.*deep"),
+        (b"a = " + b"[" * 60 + b"]" * 60, r"nested.*32 deep"),
+        (b"a = " + b"9" * 5000, r"readable.*TOML"),
+        (b"a = 9223372036854775808", r"integer.*64 bits"),
         (b'name = "a\\u0000b"', "NUL character"),
-        (b'a = "\xff"', "not text in UTF-8"),
+        (b'a = "\xff"', r"not text.*UTF-8"),
         (b"#" * 70_000, "70000 bytes; expected 65536 at most"),
         (b".".join([b"a"] * 30_000) + b" = 1", "line 1 has 29999 dots"),
     ],
@@ -149,8 +149,8 @@ class Outer(Section):
 @pytest.mark.parametrize(
     ("values", "message"),
     [
-        ({"inner": {"count": 2**31}}, r"inner\.count: .*less than or equal to 999999 \(got 2147483648\)"),
-        ({"inner": {"more": {"a": -(2**63) - 1}}}, r"inner\.more\.a: an integer of more than 64 bits"),
+        ({"inner": {"count": 2**31}}, r"inner\.count: .*999999 \(got 2147483648\)"),
+        ({"inner": {"more": {"a": -(2**63) - 1}}}, r"inner\.more\.a: .*64 bits"),
         ({"counts": ("x" * 10_000,)}, r"counts\.0: .*x{20}"),
         ({"counts": (0,) * 1000}, "and 980 more"),
         ({"k" * 100_000: 1}, "unknown key"),

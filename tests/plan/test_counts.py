@@ -108,8 +108,8 @@ def changed(where, value, dtype=np.int64):
 @pytest.mark.parametrize(
     ("counts", "words"),
     [
-        (GOOD[0], r"shape \(3, 4, 8\).*\[micro-steps, layers, source ranks, experts\]"),
-        (GOOD[:0], "none of them 0"),
+        (GOOD[0], r"shape \(3, 4, 8\).*\[micro-steps, layers.*experts\]"),
+        (GOOD[:0], r"none.*them 0"),
         (GOOD[:, :, :3], r"8 experts.*3 ranks.*\[micro-steps"),
         (GOOD.astype(float), "float64.*integers"),
         (changed((1, 2, 3, 4), -7, np.int32), "-7 in micro-step 1, layer 2, source rank 3"),
@@ -127,7 +127,7 @@ def test_counts_that_cannot_be_planned_are_refused(counts, words):
     ("counts", "top_k", "message"),
     [
         (changed((1, 2, 3, 4), 7), 2, "micro-step 1, layer 2, source rank 3 sends 42"),
-        (GOOD, 3, "micro-step 0, layer 0, source rank 0.*multiple of top_k = 3"),
+        (GOOD, 3, r"micro-step 0, layer 0, source rank 0.*top_k = 3"),
         (changed((1, slice(None), 3, slice(4, 6)), (25, 5)), 4, "micro-step 1, layer 0, source rank 3 .*1/4"),
         (GOOD, 9, "top_k is 9"),
     ],
@@ -293,7 +293,7 @@ PLAN = random_plan(SENT, TOPOLOGY)
 @pytest.mark.parametrize(
     ("error", "words", "step", "placement", "options"),
     [
-        (CountsError, "the plan is for", SENT[:1], PLAN, {}),
+        (CountsError, r"plan is.*for", SENT[:1], PLAN, {}),
         (CountsError, "digest", SENT + 1, PLAN, {}),
         (CountsError, "top_k", SENT, BLOCKS_LE, {"native_MG": np.ones((2, RANKS), int)}),
         (CountsError, "native_MG", TRACE, BLOCKS_LE, {"packing": PACKING, "native_MG": [[1]]}),
