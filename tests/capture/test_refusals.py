@@ -2,6 +2,7 @@
 
 import base64
 import json
+import re
 import warnings
 from types import SimpleNamespace
 
@@ -123,9 +124,9 @@ DAMAGED = [
     ({"choices": [choice(), choice(routed_experts=None)]}, r"choice 1.*no routed_experts in \['finish_"),
     ({"error": {"message": "no tokenizer, " * 9, "code": 400}}, r"error.*engine: '(no tokenizer, ){9}';"),
     ([{"choices": [choice()]}, {"choices": [ABORTED]}], "output 1: choice 0 was aborted .*reason abort.*; leave it"),
-    ([wires.sglang(R), {"meta_info": {"finish_reason": {"type": "abort"}}}], r"output 1: .*aborted"),
+    ([wires.sglang(R), {"meta_info": {"finish_reason": {"type": "abort"}}}], r"output 1: the.*aborted"),
     (SimpleNamespace(status_code=200, json=dict), r"response.*HTTP library"),
-    ("k05VTVBZ*", r"routes.*not base64"),
+    ("k05VTVBZ*", r"routes are.*not base64"),
     *((each, rf"is {each}.*empty") for each in (None, {})),
     ({"meta_info": {}}, r"no routed_experts.*; start.*engine"),
     # of no form, or of two
@@ -147,10 +148,10 @@ DAMAGED = [
     (pick(True), r"lists.*bool; expected.*numbers"),
     (pick(1 << 70), r"dtype object.*integers"),
     # tables
-    ({"routed_experts": {"data": "", "shape": [], "dtype": ""}}, r"table of '', '' of shape .*base64"),
+    ({"routed_experts": {"data": "", "shape": [], "dtype": ""}}, r"table.*'', ''.*shape .*base64"),
     *((table(R.routes_RLK) | {"shape": [11, 4, axis]}, A_TABLE) for axis in (-3, True)),
     (table(R.routes_RLK) | {"shape": [11, 4]}, r"1056 bytes.*\[11, 4\] is 352"),
-    (table(R.routes_RLK, start="x"), r"start.*table is 'x'"),
+    (table(R.routes_RLK, start="x"), r"start of.*is 'x'"),
 ]
 
 
@@ -175,7 +176,7 @@ TOLD = [
     (table(ALL[2:], start=2), {"start": 3}, r"start is 3.*table states 2"),
     (TWO, BOTH | {"start": [0]}, "start has 1 positions for 2 sequences"),
     # rows that are said to be absent
-    (ALL, {"valid": np.ones(10, bool)}, r"11 rows.*bool of shape \(10,\)"),
+    (ALL, {"valid": np.ones(10, bool)}, r"11 rows.*bool.*\(10,\)"),
     (ALL, {"valid": [np.ones(11, bool)] * 2}, r"valid of 2.*routes of 1"),
     *((DOORS[door](ALL), {"valid": np.ones(11, bool)}, r"valid.*routes alone") for door in ("sglang", "verl")),
     # models
@@ -233,8 +234,7 @@ def test_a_spec_of_more_experts_than_are_ever_picked_is_warned_of(experts, layer
     with warnings.catch_warnings(record=True) as told:
         warnings.simplefilter("always")
         assert decode(wires.vllm_narrow(found), model=spec).spec == spec
-    words = f"no layer picks an expert above 15 of {experts}"
-    assert [str(each.message).partition(";")[0] for each in told] == [words] * is_told
+    assert [bool(re.search(f"no layer.*15 of {experts};", str(each.message))) for each in told] == [True] * is_told
     assert all(each.filename == __file__ for each in told)
 
 

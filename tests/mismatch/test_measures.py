@@ -165,7 +165,7 @@ HOLES = np.array([[np.nan, -1.0, -2.0], [-1.0, np.nan, np.inf]])
         (WIDE, WIDE, None, r"float64 of shape \(4, 17\), without.*mask; .*padded.*mask="),
         (WIDE, WIDE, np.ones(4), r"with a mask of \(4,\)"),
         (["-1.0"], ["-1.0"], None, "are <U4"),
-        (WIDE, WIDE, np.full((4, 17), 0.5), r"mask is float64.*bools.*0 and 1"),
+        (WIDE, WIDE, np.full((4, 17), 0.5), r"mask.*float64.*bools.*0 and 1"),
         (np.zeros(3), np.zeros(2), None, "shape"),
         ([np.nan], [0.0], None, r"trainer.*nan; .*finite"),
         ([0.0, 0.0], [0.0, 2e-3], None, r"engine.*0\.002"),

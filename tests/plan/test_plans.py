@@ -66,7 +66,7 @@ def _topology(**values):
 FORGERIES = {
     "deep json": (_metadata("topology", "[" * 100_000), r"no readable.*plan"),
     "a link of 400 digits": (_topology(links=vars(LINKS) | {"node_latency_s": 10**400}), "node_latency_s is 1000"),
-    "gains of one pass": (_metadata("gains", '{"update": 0.1}'), r"gains are .*recompute.*update"),
+    "gains of one pass": (_metadata("gains", '{"update": 0.1}'), r"gains are .*recompute and.*update"),
     "gains by no path": (_metadata("gains", '{"recompute": 0.1, "update": 0.1}'), "priced_paths is None"),
     "a gain too large to be one": (_metadata("gains", '{"recompute": -1e999, "update": 0.1}'), "gains are .*finite"),
     "no price without gains": (_metadata("unpriced", "planning"), r"expected .*no gains"),

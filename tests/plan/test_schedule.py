@@ -122,9 +122,9 @@ def test_replicas_that_are_to_serve_more_than_there_is_are_refused_on_every_rank
 NOT_THERE = {
     "an expert": ("expert_R", 8),
     "a rank below 0": ("rank_R", -1),
-    "all in one slot": ("slot_R", 0),
+    "one slot": ("slot_R", 0),
     "a home": ("home_LE", 4),
-    "all homes on one rank": ("home_LE", 0),
+    "one rank": ("home_LE", 0),
     "offsets": ("offsets", 99),
 }
 

@@ -201,7 +201,7 @@ def check_a_session_opened_or_closed_in_the_middle_of_a_forward_is_named(framewo
     handle.remove()
     assert torch.equal(on.loss(BATCH), native)
     handle = on.layers[2].register_forward_pre_hook(lambda *_: opening.__enter__() and None)
-    refuses(ReplayError, r"open.*before", lambda: on.run(BATCH))
+    refuses(ReplayError, r"open sessions.*before", lambda: on.run(BATCH))
     handle.remove()
     opening.__exit__(None, None, None)
     assert torch.equal(on.loss(BATCH), native)
@@ -292,7 +292,7 @@ def check_values_of_the_wrong_kind_are_refused_by_name_and_leave_no_trace(framew
         refused("record", "weight_version", given, "a whole number")
     for given in (None, 1, np.array([1, 2])):
         for session, name in (("replay", "telemetry"), ("record", "margins")):
-            refused(session, name, given, r"True.*False")
+            refused(session, name, given, r"True or.*False")
     for given in (None, [], "x", np.array("native"), True):
         for name in ("missing", "padding", "counts"):
             if (name, given) != ("padding", None):  # which is the framework's own default
@@ -337,9 +337,9 @@ def check_every_routed_row_is_of_an_accepted_version(framework):
     refused(bare, 1, r"weight versions \[\], expected only 1 ")
     # a range reaches below 0 in the first steps, and lets pass no row that states no version
     unstated = trace.with_weight_version(-1)
-    refused(unstated, range(-2, 1), r"versions \[-1\], expected only 0 .* --weight-version of foreroute convert")
+    refused(unstated, range(-2, 1), r"versions \[-1\], expected only 0 .* --weight-version of.*convert")
     replayed(on, unstated, BATCH, weight_version=-1)
-    refused(trace, range(2, 10**12 + 1), "expected only those from 2 to 1000000000000 ")
+    refused(trace, range(2, 10**12 + 1), r"expected only.*2 to 1000000000000 ")
 
 
 def check_forwards_of_wrong_values_are_refused_in_replays_and_recordings(framework):

@@ -128,8 +128,8 @@ def test_a_file_that_breaks_a_rule_is_refused(tmp_path, broken):
     [
         (puts(1, 8), r"expert.*model.*not have"),
         (puts(1, 255, at=ROWS), r"expert.*model.*not have"),  # and no sum that wraps
-        (puts(1, 1, at=ABSENT), r"ids.*no route"),
-        (puts(1, 1, at=ROWS + ABSENT), r"ids.*no route"),
+        (puts(1, 1, at=ABSENT), r"ids and.*no route"),
+        (puts(1, 1, at=ROWS + ABSENT), r"ids and.*no route"),
     ],
 )
 def test_sets_of_experts_that_cannot_be_are_refused(tmp_path, edit, message):

@@ -116,7 +116,7 @@ def test_messages_go_through_the_chat_template(home, tmp_path):
 @pytest.mark.parametrize(
     ("returned", "message"),
     [
-        ("rows[0]['no such row']", r"mine\.py:mine'.*KeyError: 'no such"),
+        ("rows[0]['no such row']", r"mine\.py:mine'.*KeyError: 'no"),
         ("[1.0]", r"1 rewards for 2.*one each"),
         ("[float('nan')] * len(responses)", r"returned nan.*finite"),
         ("1.0", r"TypeError: 'float'"),

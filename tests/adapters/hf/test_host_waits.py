@@ -128,7 +128,7 @@ REFUSED = {
     "other token, left": ("left", "input_ids", (1, 8), 3, r"sequence 1, position 3.*token 3.*9 in"),
     "no mask": ("right", "attention_mask", (0, 0), 2, "attention_mask holds 2"),
     "other pattern": ("right, as a pattern", "attention_mask", (2, 0, 6, 3), False, r"pattern.*causal"),
-    "other start": ("packed", "position_ids", (0, 3), 0, r"4 sequences.*trace.*3"),
+    "other start": ("packed", "position_ids", (0, 3), 0, r"4 sequences.*trace has 3"),
     "other lengths": ("packed, with lengths", "cu_seq_lens_q", 1, 4, r"restart at 0.*offsets"),
     "other end": ("packed, with lengths", "cu_seq_lens_q", 3, 20, "run from 0 to 20; expected 0 to 18"),
     "rows left out": ("right", "attention_mask", (2, slice(6, None)), 0, r"6 of 9 tokens.*leaves"),

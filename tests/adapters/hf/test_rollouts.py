@@ -105,7 +105,7 @@ def test_padding_that_is_counted_as_tokens_is_told(pad, behind, is_told):
     ("given", "message"),
     [
         (lambda o, m: (o,), r"sequence 1, position 0.*token 0.*rollout"),
-        (lambda o, m: (o[:2], m[:2]), r"3 sequences.*rollout.*2"),
+        (lambda o, m: (o[:2], m[:2]), r"3 sequences.*rollout has 2"),
         (lambda o, m: (o, m[:, :5]), r"attention_mask.*\(3, 5\).*\(3, 11\)"),
         (lambda o, m: (o[0],), r"Tensor.*\(11,\)"),
         (lambda o, m: ([[1, [2]], *o[1:]],), r"sequence 0, a list.*array"),
