@@ -113,7 +113,7 @@ def test_a_number_stamps_all_rows_of_one_version_and_no_answer_of_two():
         (spans(0, 4, 2, 6), r"spans.*follow"),
         ([{"version": 3, "start": 0, "end": 6}], r"names.*weights"),
         ([{"version": "3", "start": 0.0, "end": 6}], r"spans.*follow"),
-        (spans(0, 6, names=["default"]), r"no number"),
+        (spans(0, 6, names=["default"]), r"'default'.*no number"),
         (spans(0, 6, names=["-2"]), "weight_version is -2"),
     ],
 )
