@@ -52,7 +52,7 @@ RELEASES = {
 def test_old_releases_are_refused_by_name_and_untried_ones_warned_of(require, name):
     peer, (old, taken, newer, unread) = PEERS[name], RELEASES[name]
     for version in old:
-        said = rf"^{name} {re.escape(version)} does not work .* needs {peer.lowest} or newer; install {peer.newest}"
+        said = rf"^{name} {re.escape(version)} .*not work.* needs {peer.lowest} .*install {peer.newest}"
         with pytest.raises(EngineError if name in ENGINES else AttachError, match=said):
             require(name, version)
     for version in (peer.lowest, peer.newest, *taken):
@@ -60,11 +60,11 @@ def test_old_releases_are_refused_by_name_and_untried_ones_warned_of(require, na
             warnings.simplefilter("error")
             require(name, version)
     for versions_warned, said in (
-        (newer, f"{name} {{}} is newer than {peer.newest}"),
-        (unread, f"{name} states the version '{{}}', which has no number; foreroute needs {peer.lowest} or newer"),
+        (newer, rf"{name} {{}} .*newer.*{peer.newest}"),
+        (unread, rf"{name} .*'{{}}'.*no number.*{peer.lowest}"),
     ):
         for version in versions_warned:
-            with pytest.warns(UserWarning, match=re.escape(said.format(version))):
+            with pytest.warns(UserWarning, match=said.format(re.escape(str(version)))):
                 require(name, version)
 
 

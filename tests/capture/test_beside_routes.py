@@ -55,12 +55,12 @@ def test_every_form_gives_the_same_generation(form):
     [
         (completion(), "0 log-probs for 3"),
         (completion(token_logprobs=[None, *LOGPROBS]), "4 log-probs for 3"),  # with echo
-        (completion(token_logprobs=[None, -1.0, -1.0]), "log-prob None of token"),
+        (completion(token_logprobs=[None, -1.0, -1.0]), r"log-prob None.*token"),
         (completion(token_logprobs=[-9999.0, -1.0, -1.0]), "log-prob -9999.0"),
-        (completion(content=5), "content cannot be read"),
+        (completion(content=5), r"content.*read"),
         (in_process([{0: SimpleNamespace(logprob=-1.0)}] * 3), r"log-probs of \[0\]"),
-        (wires.sglang_answer(R, output_token_logprobs=[[-1.0, 12345, None]] * 3), "log-prob of token 12345"),
-        ({"choices": [CHOICE | {"token_ids": None, "prompt_token_ids": None}]}, "prompt and response apart"),
+        (wires.sglang_answer(R, output_token_logprobs=[[-1.0, 12345, None]] * 3), r"log-prob.*12345"),
+        ({"choices": [CHOICE | {"token_ids": None, "prompt_token_ids": None}]}, r"prompt.*response apart"),
     ],
 )
 def test_log_probs_that_are_not_those_of_the_tokens_are_refused(answer, seen):
@@ -107,13 +107,13 @@ def test_a_number_stamps_all_rows_of_one_version_and_no_answer_of_two():
 @pytest.mark.parametrize(
     ("given", "message"),
     [
-        (None, "does not say which weights"),
-        (5, "weight_versions cannot be read"),
-        (spans(0, 5), "states the weights of 5 of 6"),
-        (spans(0, 4, 2, 6), "spans that follow each other"),
-        ([{"version": 3, "start": 0, "end": 6}], "expected names of weights"),
-        ([{"version": "3", "start": 0.0, "end": 6}], "spans that follow each other"),
-        (spans(0, 6, names=["default"]), "have no number"),
+        (None, r"not say.*weights"),
+        (5, r"weight_versions.*read"),
+        (spans(0, 5), r"weights.*5 of 6"),
+        (spans(0, 4, 2, 6), r"spans.*follow"),
+        ([{"version": 3, "start": 0, "end": 6}], r"names.*weights"),
+        ([{"version": "3", "start": 0.0, "end": 6}], r"spans.*follow"),
+        (spans(0, 6, names=["default"]), r"'default'.*no number"),
         (spans(0, 6, names=["-2"]), "weight_version is -2"),
     ],
 )
@@ -166,15 +166,15 @@ NO_LOGPROBS = r"floats \[\d+\].*sampled"
 REFUSED = [
     ("trace", lambda trace: None, r"trace.*RoutingTrace"),
     *(
-        ("prompt_lengths", lambda each, n=n: [n] * len(each), "a prompt and a response of at least")
+        ("prompt_lengths", lambda each, n=n: [n] * len(each), r"prompt.*response.*at least")
         for n in (1.5, True, 0, 2**63 - 1, None, [2, 3], 10**6)
     ),
-    ("logprobs_R", lambda each: np.where(each == -1, np.nan, each), "hold nan for sampled token 1"),
-    ("logprobs_R", lambda each: np.where(each == -1, 2e-3, each), "hold 0.002.* for sampled token 1"),
+    ("logprobs_R", lambda each: np.where(each == -1, np.nan, each), r"nan.*sampled token 1"),
+    ("logprobs_R", lambda each: np.where(each == -1, 2e-3, each), r"0\.002.*sampled token 1"),
     *(("logprobs_R", make, NO_LOGPROBS) for make in (list, lambda each: each.astype(complex), lambda each: each[1:])),
-    ("sampled_N", lambda each: each | True, "token 0 of sequence 0, .* said to be sampled"),
-    ("sampled_N", lambda each: each & False, "not said to be sampled"),
-    ("sampled_N", lambda each: np.where(np.arange(len(each)) < len(each) - 1, each, False), "not said to be sampled"),
+    ("sampled_N", lambda each: each | True, r"token 0 of sequence 0, .*sampled"),
+    ("sampled_N", lambda each: each & False, r"not said.*sampled"),
+    ("sampled_N", lambda each: np.where(np.arange(len(each)) < len(each) - 1, each, False), r"not said.*sampled"),
     ("sampled_N", lambda each: each.astype(np.int8), "numpy, bool"),
     *(("sampled_N", lambda each, value=value: value, "sampled tokens") for value in ("x", [[True], [True, True]])),
 ]

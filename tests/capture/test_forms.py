@@ -76,7 +76,7 @@ def test_every_choice_and_every_output_is_a_sequence():
 def test_rows_of_zeros_before_a_routed_row_are_refused(absent):
     batch = wires.verl([R])
     batch["routed_experts"][0, absent] = 0
-    with pytest.raises(CaptureError, match=rf"no route at position {absent[0]}, and one at position .*only at the end"):
+    with pytest.raises(CaptureError, match=rf"no route.*{absent[0]}, and one.*only.*end"):
         decode(batch, model=R.spec)
 
 

@@ -2,6 +2,7 @@
 
 import base64
 import json
+import re
 import warnings
 from types import SimpleNamespace
 
@@ -64,21 +65,21 @@ def edited(where, value):
     return rows
 
 
-TWICE = "position 3, decoder 2 has expert ids .4, 4, 1.: an expert is picked twice"
+TWICE = r"position 3, decoder 2 .*\[4, 4, 1\].*picked twice"
 MALFORMED = {
-    "zeros": (ALL * 0, "nothing but zeros in 4 of 4 layers .*enforce_eager|no row of the output has a route"),
-    "a layer of zeros": (edited(np.s_[:, 2], 0), "nothing but zeros in 1 of 4 layers .first: decoder 2."),
+    "zeros": (ALL * 0, r"zeros in 4 of 4 layers .*enforce_eager|no row.*output.*route"),
+    "a layer of zeros": (edited(np.s_[:, 2], 0), r"zeros in 1 of 4 layers .first: decoder 2."),
     "an expert twice": (edited(np.s_[3, 2], [4, 4, 1]), TWICE),
     "an expert too many": (edited(np.s_[3, 2, 0], 16), "from 0 to 16; expected 0 to 15.*physical ids"),
     "a layer of -1": (edited(np.s_[3, 2], -1), "from -1 to 15; expected 0 to 15.*, or bytes"),
-    "a pick of -1": (edited(np.s_[3, 2, 1], -1), "ids from -1 .*not filled.* a row that was never routed is -1"),
-    "a dense layer": (edited(np.s_[:, 0], [1, 2, 3]), "decoder layer 0, which the spec says is dense"),
-    "a layer more": (np.concatenate([ALL, ALL[:, 2:3]], 1), "decoder layer 5, which the .*dense.*draft or MTP layer"),
+    "a pick of -1": (edited(np.s_[3, 2, 1], -1), r"ids from -1 .*not filled.*never routed.*-1"),
+    "a dense layer": (edited(np.s_[:, 0], [1, 2, 3]), r"decoder layer 0, .*dense"),
+    "a layer more": (np.concatenate([ALL, ALL[:, 2:3]], 1), r"decoder layer 5, .*dense.*MTP layer"),
     **{f"{n} layers": (ALL[:, :n], f"have {n} layers; expected 4 .*, or all .*, 5 or more") for n in (1, 2, 3)},
-    "other picks": (ALL[..., :2], "has 2 picks in a row; expected top_k = 3|440 bytes without a shape"),
-    "too few rows": (ALL[:10], "has 10 rows for 12 tokens.*expected 11.*Rows are missing|600 bytes without a shape"),
-    "too many rows": (np.concatenate([ALL, ALL[:2]]), "has 13 rows for 12.*Rows are too many|780 bytes without a sh"),
-    "the last row": (np.concatenate([ALL, ALL[:1]]), "has 12 rows for 12.*too many|720 bytes|routes for its last tok"),
+    "other picks": (ALL[..., :2], r"2 picks.*top_k = 3|440 bytes.*shape"),
+    "too few rows": (ALL[:10], r"10 rows for 12 tokens.*expected 11.*missing|600 bytes.*shape"),
+    "too many rows": (np.concatenate([ALL, ALL[:2]]), r"13 rows for 12.*too many|780 bytes.*shape"),
+    "the last row": (np.concatenate([ALL, ALL[:1]]), r"12 rows for 12.*too many|720 bytes|routes for.*last tok"),
 }
 UNTOLD = {("too few rows", "verl"), ("too many rows", "verl")} | {
     ("the last row", d) for d in ("array", "npy", "table", "lists")
@@ -98,7 +99,7 @@ def test_malformed_routes_are_refused_at_every_door(malformed, door):
 def test_ids_of_a_type_that_is_too_narrow_for_the_model(door, experts, dtype):
     """Each row is possible: two ids, which are those of the model less 256."""
     r = wires.rollout(RNG, experts=experts, top_k=2, dense=0)
-    words = rf"ids of {dtype}, which cannot tell {experts} experts apart; expected uint"
+    words = rf"ids of {dtype}.*{experts} experts apart.*uint"
     tokens = None if door in ("vllm", "http", "verl") else R.tokens
     refused(TYPED[door](r.all_layers().astype(dtype)), words, model=r.spec, token_ids=tokens)
 
@@ -116,25 +117,25 @@ def choice(**changes):
 ABORTED = choice(finish_reason="abort", routed_experts=None, token_ids=[])
 ROWS = np.zeros((1, 2, 3), np.uint8)
 NO_MASKS = np.ones((1, 12)), np.full((1, 12), 2), np.arange(12)[None] != 4
-A_TABLE = "expected base64, the axes, and one of int8"
-NO_NPY = "expected version 1 with an integer array"
+A_TABLE = r"base64, .*axes.*int8"
+NO_NPY = r"version 1.*integer array"
 DAMAGED = [
     # without routes
-    ({"choices": [choice(), choice(routed_experts=None)]}, r"choice 1 has no routed_experts in \['finish_"),
-    ({"error": {"message": "no tokenizer, " * 9, "code": 400}}, "is an error of the engine: '(no tokenizer, ){9}';"),
+    ({"choices": [choice(), choice(routed_experts=None)]}, r"choice 1.*no routed_experts in \['finish_"),
+    ({"error": {"message": "no tokenizer, " * 9, "code": 400}}, r"error.*engine: '(no tokenizer, ){9}';"),
     ([{"choices": [choice()]}, {"choices": [ABORTED]}], "output 1: choice 0 was aborted .*reason abort.*; leave it"),
-    ([wires.sglang(R), {"meta_info": {"finish_reason": {"type": "abort"}}}], "output 1: the answer was aborted"),
-    (SimpleNamespace(status_code=200, json=dict), "response object of an HTTP library"),
-    ("k05VTVBZ*", "the routes are not base64"),
-    *((each, f"is {each}, which is empty") for each in (None, {})),
-    ({"meta_info": {}}, "has no routed_experts in .*; start the engine"),
+    ([wires.sglang(R), {"meta_info": {"finish_reason": {"type": "abort"}}}], r"output 1: the.*aborted"),
+    (SimpleNamespace(status_code=200, json=dict), r"response.*HTTP library"),
+    ("k05VTVBZ*", r"routes are.*not base64"),
+    *((each, rf"is {each}.*empty") for each in (None, {})),
+    ({"meta_info": {}}, r"no routed_experts.*; start.*engine"),
     # of no form, or of two
-    ("{", "the text, which may have been cut, is not JSON"),
+    ("{", r"been cut.*not JSON"),
     ('data: {"choices": []}\n\ndata: [DONE]', "JSON.*without `stream`"),
-    ([], "list.*is empty"),
+    ([], r"list.*empty"),
     ({"choices": []}, "no choices"),
-    (b"\xff\xfe\x00", "not text in UTF-8"),
-    (np.zeros((2, 3, 4, 2), int), r"do not say what is padding: RoutingTrace.from_padded takes them"),
+    (b"\xff\xfe\x00", r"not text.*UTF-8"),
+    (np.zeros((2, 3, 4, 2), int), r"padding: RoutingTrace\.from_padded"),
     ([raw(""), ROWS], "mix forms .array, sglang."),
     ({"routed_experts": ROWS[None], "input_ids": ROWS[0]}, "lacks position_ids"),
     *((wires.verl([R]) | {"attention_mask": mask}, "attention_mask") for mask in NO_MASKS),
@@ -145,15 +146,15 @@ DAMAGED = [
     (wires.npy(ROWS).replace(b"(1, 2, 3)", b"(999999999999, 999999999999, 9)"), "npy file"),
     # arrays and nested lists
     (np.zeros((11, 4, 3)), "dtype float64"),
-    (np.zeros((11, 13), int), r"shape \(11, 13\); expected .rows, layers, picks., or"),
-    (pick("abc"), "lists that hold str"),
-    (pick(True), "lists that hold bool; expected whole numbers"),
-    (pick(1 << 70), "dtype object; expected integers"),
+    (np.zeros((11, 13), int), r"shape \(11, 13\); expected .rows.*picks., or"),
+    (pick("abc"), r"lists.*str"),
+    (pick(True), r"lists.*bool; expected.*numbers"),
+    (pick(1 << 70), r"dtype object.*integers"),
     # tables
-    ({"routed_experts": {"data": "", "shape": [], "dtype": ""}}, "are a table of '', '' of shape .*expected base64"),
+    ({"routed_experts": {"data": "", "shape": [], "dtype": ""}}, r"table.*'', ''.*shape .*base64"),
     *((table(R.routes_RLK) | {"shape": [11, 4, axis]}, A_TABLE) for axis in (-3, True)),
-    (table(R.routes_RLK) | {"shape": [11, 4]}, r"1056 bytes, and int64 \[11, 4\] is 352"),
-    (table(R.routes_RLK, start="x"), "start of the table is 'x'"),
+    (table(R.routes_RLK) | {"shape": [11, 4]}, r"1056 bytes.*\[11, 4\] is 352"),
+    (table(R.routes_RLK, start="x"), r"start of.*is 'x'"),
 ]
 
 
@@ -170,21 +171,21 @@ ROUTERS = fr.RoutingSpec(16, 3, tuple(fr.RoutedLayer(i, kind) for i in range(2) 
 TOLD = [
     # tokens
     (wires.sglang(R), {"token_ids": [1] * 11}, "660 bytes without a shape; expected 10 rows of 3"),
-    (wires.sglang(R), {"token_ids": None}, "tokens of sequence 0.*return_token_ids"),
-    (wires.vllm_narrow(R), {"token_ids": [1] * 11}, "carries 12 tokens that differ from the 11"),
-    ([wires.sglang(R)] * 2, {"token_ids": [[1] * 12]}, "token_ids of 1 sequences for the routes of 2"),
+    (wires.sglang(R), {"token_ids": None}, r"tokens.*sequence 0.*return_token_ids"),
+    (wires.vllm_narrow(R), {"token_ids": [1] * 11}, r"12 tokens.*differ.*11"),
+    ([wires.sglang(R)] * 2, {"token_ids": [[1] * 12]}, r"1 sequences.*routes of 2"),
     # starts
-    (wires.vllm_narrow(R), {"start": 12}, "starts at 12; expected a position of its 12 tokens"),
-    (table(ALL[2:], start=2), {"start": 3}, "start is 3, and the table states 2"),
+    (wires.vllm_narrow(R), {"start": 12}, r"starts at 12; .*12 tokens"),
+    (table(ALL[2:], start=2), {"start": 3}, r"start is 3.*table states 2"),
     (TWO, BOTH | {"start": [0]}, "start has 1 positions for 2 sequences"),
     # rows that are said to be absent
-    (ALL, {"valid": np.ones(10, bool)}, r"has 11 rows, and valid is bool of shape \(10,\)"),
-    (ALL, {"valid": [np.ones(11, bool)] * 2}, "got valid of 2 sequences for the routes of 1"),
-    *((DOORS[door](ALL), {"valid": np.ones(11, bool)}, "valid is for routes alone") for door in ("sglang", "verl")),
+    (ALL, {"valid": np.ones(10, bool)}, r"11 rows.*bool.*\(10,\)"),
+    (ALL, {"valid": [np.ones(11, bool)] * 2}, r"valid of 2.*routes of 1"),
+    *((DOORS[door](ALL), {"valid": np.ones(11, bool)}, r"valid.*routes alone") for door in ("sglang", "verl")),
     # models
-    (ALL, {"model": "folder"}, r"the model is a str; expected a RoutingSpec: .*ServedModel.at\(FOLDER\).spec"),
-    *((ALL, {"model": fr.RoutingSpec(8, 2, (fr.RoutedLayer(0), each))}, "MTP or draft layers") for each in BESIDE),
-    (R.routes_RLK[:, :2], {"model": ROUTERS}, "have 2 layers; expected 4 .*with one column for each"),
+    (ALL, {"model": "folder"}, r"model.*a str; .*ServedModel\.at\(FOLDER\)\.spec"),
+    *((ALL, {"model": fr.RoutingSpec(8, 2, (fr.RoutedLayer(0), each))}, r"MTP.*draft layers") for each in BESIDE),
+    (R.routes_RLK[:, :2], {"model": ROUTERS}, r"2 layers; expected 4 .*column"),
 ]
 
 
@@ -196,10 +197,10 @@ def test_what_the_caller_says_and_cannot_be_is_refused(output, given, match):
 def test_zeros_of_a_top_1_model_are_experts_or_none():
     r = wires.rollout(RNG, top_k=1)
     rows, batch = r.all_layers(), wires.verl([r])
-    refused(rows * 0, "nothing but zeros", model=r.spec)
+    refused(rows * 0, r"nothing but.*zeros", model=r.spec)
     rows[4] = batch["routed_experts"][0, 4] = 0
     assert decode(rows, model=r.spec, token_ids=r.tokens).valid_N.sum() == 11
-    refused(batch, "may as well be expert 0", model=r.spec, token_ids=None)
+    refused(batch, r"well.*expert 0", model=r.spec, token_ids=None)
 
 
 @pytest.mark.parametrize("layers", [1, 4])
@@ -236,8 +237,7 @@ def test_a_spec_of_more_experts_than_are_ever_picked_is_warned_of(experts, layer
     with warnings.catch_warnings(record=True) as told:
         warnings.simplefilter("always")
         assert decode(wires.vllm_narrow(found), model=spec).spec == spec
-    words = f"no layer picks an expert above 15 of {experts}"
-    assert [str(each.message).partition(";")[0] for each in told] == [words] * is_told
+    assert [bool(re.search(f"no layer.*15 of {experts};", str(each.message))) for each in told] == [True] * is_told
     assert all(each.filename == __file__ for each in told)
 
 

@@ -67,13 +67,13 @@ def changed(position, value):
 
 
 REFUSED = {
-    "too few": (lambda sets: sets[1:], "4 sampling masks, 12 tokens and 5 of them generated"),
+    "too few": (lambda sets: sets[1:], r"4 sampling masks, 12 tokens.*5 of"),
     "shifted": (lambda sets: sets[-1:] + sets[:-1], "leave out.*position"),
-    "empty": (changed(1, []), "the sampling mask of the token behind row 7 is empty"),
+    "empty": (changed(1, []), r"mask.*row 7.*empty"),
     "an id twice": (lambda sets: changed(1, [sets[1][0], *sets[1]])(sets), "twice"),
     "an id of no token": (lambda sets: changed(1, [VOCABULARY, *sets[1]])(sets), "expected 0 to 49999"),
-    "a huge id": (lambda sets: changed(1, [2**70, *sets[1]])(sets), "expected a list of token ids for each"),
-    "truth values": (changed(1, [True]), "expected a list of token ids"),
+    "a huge id": (lambda sets: changed(1, [2**70, *sets[1]])(sets), r"list.*token ids.*each"),
+    "truth values": (changed(1, [True]), r"list.*token ids"),
     "a number": (lambda sets: 3, "is a int; expected a list"),
 }
 

@@ -160,7 +160,7 @@ def test_a_block_that_swaps_ids_behind_its_router_is_told_once_in_every_session(
 
     handle = experts.register_forward_pre_hook(swap)
     for session in (routed.record, lambda: routed.replay(own)):
-        said = r"layers.1.mlp.gate.*layers.1.mlp.experts.*handed other ids"
+        said = r"layers.1.mlp.gate.*layers.1.mlp.experts.*other ids"
         with pytest.raises(ReplayError, match=said), session():
             model(input_ids=TOKENS)
     handle.remove()

@@ -85,13 +85,13 @@ def test_own_routes_change_no_bit_and_others_are_counted():
 
 
 @pytest.mark.parametrize(
-    ("change", "said"), [([99], "an id out of range"), ([3, 3], "an expert twice"), ([-1], "-1 beside experts")]
+    ("change", "said"), [([99], r"id out.*range"), ([3, 3], r"expert twice"), ([-1], "-1 beside experts")]
 )
 def test_ids_that_cannot_be_take_no_effect_and_are_told(change, said):
     model, routed, own, native = with_own_routes()
     wrong, mask = own.clone(), BATCH["attention_mask"]
     wrong[0, 2, 1, : len(change)] = torch.tensor(change)
-    with pytest.raises(ReplayError, match=f"1 rows with {said}"), routed.replay(wrong, mask), torch.no_grad():
+    with pytest.raises(ReplayError, match=f"1 rows with.*{said}"), routed.replay(wrong, mask), torch.no_grad():
         logits = model(**BATCH, use_cache=False).logits
     assert torch.equal(logits, native)  # and so the forward itself raised nothing
     routed.report()
@@ -100,8 +100,8 @@ def test_ids_that_cannot_be_take_no_effect_and_are_told(change, said):
 def test_ids_of_other_shapes_and_types_are_refused_and_sessions_without_a_forward():
     model, routed, own, _ = with_own_routes()
     for ids, said in (
-        (own.float(), "ids are torch.float32 of shape"),
-        (own[:, :, :1], r"ids have \[L, K\] = \[1, 2\]; the model has 3 routers"),
+        (own.float(), r"ids are.*torch\.float32"),
+        (own[:, :, :1], r"\[L, K\] = \[1, 2\]; .*3 routers"),
         (own[:2], r"attention_mask is \[3, 9\], ids are \[2, 9, 3, 2\]"),
         (own, r"nothing.*replayed"),
     ):
@@ -123,12 +123,12 @@ def test_ids_of_other_shapes_and_types_are_refused_and_sessions_without_a_forwar
 @pytest.mark.slow
 def test_examples_run(capsys):
     """In a plain loop, and from the tensors of SkyRL and verl as they are: 13 rows have a route, in two replays."""
-    for script, said in (
+    for script, printed in (
         ("plain_loop.py", r"step 2: loss -?\d\.\d+, \d+ rows"),
         ("as_they_are.py", r"losses \[(\S+), \1\]; 26 rows of each router"),
     ):
         runpy.run_path(str(Path(__file__).parents[2] / "examples" / "core" / script), run_name="__main__")
-        assert re.search(said, capsys.readouterr().out)
+        assert re.search(printed, capsys.readouterr().out)
 
 
 @grid("dtype", INTEGERS, quick=2, ids=str)

@@ -18,7 +18,7 @@ RULES = {
     "DeepSeek-V4": {"gate": "scores", "normalize": True, "scale": 1.5},
 }
 BIAS = torch.linspace(-0.4, 0.4, 8)
-FAULTS = {"an id out of range": [3, 8, 1], "an expert twice": [3, 1, 3], "-1 beside experts": [3, -1, 1]}
+FAULTS = {"id out.*range": [3, 8, 1], "expert twice": [3, 1, 3], "-1 beside experts": [3, -1, 1]}
 
 
 def drawn(dtype=torch.float32):
@@ -43,7 +43,7 @@ def test_one_graph_takes_it():
             lambda *args, rule=rule: select_at(*args, bias=BIAS, **rule), backend="aot_eager", fullgraph=True
         )
         logits, ids = drawn()
-        ids[0, 1] = torch.tensor(FAULTS["an expert twice"])
+        ids[0, 1] = torch.tensor(FAULTS["expert twice"])
         given = [logits.clone().requires_grad_() for _ in range(2)]
         weights, chosen = zip(call(given[0], ids), select_at(given[1], ids, bias=BIAS, **rule), strict=True)
         assert torch.equal(*chosen)
@@ -77,13 +77,13 @@ def test_wrong_ids_are_told(fault):
     is_other[0, 1] = False
     assert same_bits(weights[is_other], right[is_other])
     assert torch.equal(others[is_other], chosen[is_other])
-    with pytest.raises(ReplayError, match=rf"the routes had 1 rows with {fault}; their gate weights are NaN"):
+    with pytest.raises(ReplayError, match=rf"1 rows with.*{fault}; .*NaN"):
         select_at(logits, ids, checks=DeferredChecks())
 
 
 def test_the_host_does_not_wait_and_is_told_before_a_step():
     logits, ids = drawn()
-    ids[0, 1] = torch.tensor(FAULTS["an expert twice"])
+    ids[0, 1] = torch.tensor(FAULTS["expert twice"])
     checks, weight = DeferredChecks(), torch.nn.Parameter(torch.ones(1))
     with other_device() as device:
         *there, bias = (each.to(DEVICE) for each in (logits, ids, BIAS))
@@ -102,9 +102,9 @@ def test_the_host_does_not_wait_and_is_told_before_a_step():
     [
         ({"ids": torch.zeros(2, 4, 3, dtype=torch.int64)}, r"ids torch.int64 of shape \[2, 4, 3\]"),
         ({"ids": torch.zeros(2, 5, 9, dtype=torch.int64)}, r"ids torch.int64 of shape \[2, 5, 9\].*K <= E"),
-        ({"bias": torch.zeros(5, 1)}, r"the bias torch.float32 of shape \[5, 1\]"),
+        ({"bias": torch.zeros(5, 1)}, r"bias torch\.float32.*\[5, 1\]"),
         ({"groups": (4, 1, 1)}, r"groups \(4, 1, 1\)"),  # of 2 experts
-        ({"gate": "tanh"}, "the gate is 'tanh'; expected.*'softmax of picks'"),
+        ({"gate": "tanh"}, r"gate.*'tanh'; expected.*'softmax of"),
     ],
 )
 def test_what_does_not_fit_is_refused(change, said):

@@ -37,7 +37,7 @@ def test_a_cluster_can_be_written_down_and_read_again(hardware):
 )
 def test_a_link_of_a_preset_does_not_outrun_that_of_a_file_in_silence(links, left):
     parse_cluster({**USUAL, "topology": {"num_ranks": 8, "redundant_slots": 2}, "links": links}, source="one node")
-    with pytest.raises(ConfigError, match=rf"nearer than ranks of the same node\. Set {left} too"):
+    with pytest.raises(ConfigError, match=rf"nearer.*node\. Set {left} too"):
         parse_cluster({**USUAL, "links": links}, source="x")
 
 
@@ -152,7 +152,7 @@ H100, GLM, RANKS = {"preset": "h100"}, {"preset": "glm-4.5"}, {"num_ranks": 64, 
     ("table", "values", "words"),
     [
         ("topology", {"num_ranks": 64}, r"lacks\n  \[topology\] redundant_slots\nGive them$"),
-        ("topology", {"num_ranks": 64, "redundant_slot": 2}, r"did you mean redundant_slots\?"),
+        ("topology", {"num_ranks": 64, "redundant_slot": 2}, r"mean redundant_slots\?"),
         ("topology", RANKS | {"num_ranks": 12}, "12 ranks.*nodes of 8"),
         ("topology", RANKS | {"redundant_slots": 2**14}, "slots is .*131072 in all"),
         ("hardware", {"preset": "h10"}, r"hardware preset.*'h10'.*h100"),
@@ -164,9 +164,9 @@ H100, GLM, RANKS = {"preset": "h100"}, {"preset": "glm-4.5"}, {"num_ranks": 64, 
         ("model", GLM | {"weight_bytes": 16}, r"weight_bytes is 16; expected bytes \(bfloat16 has 2\)"),
         ("model", GLM | {"top_k": 161}, "top_k is 161.*160 experts"),
         ("model", [], r"model is \[\]; expected a table"),
-        ("costs", {"paths": "nfs"}, "paths is 'nfs'"),
+        ("costs", {"paths": "nfs"}, r"paths.*'nfs'"),
         ("costs", {"begin_s": float("nan")}, "begin_s is nan"),
-        ("lnks", {}, r"lnks: unknown key; did you mean links\?"),
+        ("lnks", {}, r"lnks: .*links\?"),
     ],
 )
 def test_what_is_not_understood_or_beyond_all_clusters_is_refused(table, values, words):

@@ -163,8 +163,8 @@ def test_parameters_that_made_the_seconds_are_found(seed, factors):
 @pytest.mark.parametrize(
     ("share_VK", "words"),
     [
-        ([[1.0, 0.0], [2.0, 1e-12]], "depends on layer_s"),
-        ([[1.0, 2.0], [2.0, 4.0 + 1e-9]], "cannot tell gemm_flops_per_s, layer_s apart"),
+        ([[1.0, 0.0], [2.0, 1e-12]], r"depends.*layer_s"),
+        ([[1.0, 2.0], [2.0, 4.0 + 1e-9]], r"tell gemm_flops_per_s, layer_s apart"),
     ],
 )
 def test_parameters_without_effects_of_their_own_are_refused(share_VK, words):

@@ -107,8 +107,8 @@ def test_a_budget_names_rank_micro_step_and_layer():
     found.require(most)
     m, g = np.unravel_index(found.bytes_MG.argmax(), found.bytes_MG.shape)
     layer = found.layer_MG[m, g]
-    words = f"rank {g} would take {most:,} bytes in micro-step {m}, in the {found.part_MG[m, g]}"
-    with pytest.raises(ForecastError, match=words + (f" of routed layer {layer}" if layer >= 0 else "")):
+    words = rf"rank {g} .*{most:,} bytes.*micro-step {m}, .*{found.part_MG[m, g]}"
+    with pytest.raises(ForecastError, match=words + (f".*routed layer {layer}" if layer >= 0 else "")):
         found.require(most - 1)
     with pytest.raises(CountsError, match="memory_budget is"):
         found.require(1.5)

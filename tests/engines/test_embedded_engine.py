@@ -84,7 +84,7 @@ def test_what_the_engine_cannot_take_is_refused():
         sampled(engine, prompts=np.array([[0, 5, 6], [4, 5, 6]]))
     with pytest.raises(ConfigError, match="generator is 0; "):
         engine.generate([np.array([5])], Sampling(1, -1, 1), 0)
-    with pytest.raises(ConfigError, match=f"end_token is {size}; the model knows tokens 0 to {size - 1}"):
+    with pytest.raises(ConfigError, match=rf"end_token is {size}; .*0 to {size - 1}"):
         sampled(engine, end_token=size)
     with pytest.raises(ConfigError, match="group_size"):
         sampled(engine, group_size=2.5)

@@ -206,18 +206,18 @@ def refused(rank, folder):
         return load_spread(folder, dtype=torch.float64)
 
     model, batch = with_lora(spread()), batch_of(9, seed=rank)
-    whole = "has the factors of all experts here, where only some experts are; call hf.spread_adapters"
-    require_refused(f"^adapter default of gate_up_proj {whole}", hf.attach, model)
+    whole = r"all experts.*only some.*hf\.spread_adapters"
+    require_refused(rf"^adapter default.*gate_up_proj .*{whole}", hf.attach, model)
     hf.spread_adapters(model)
     model.add_adapter("late", model.peft_config["default"])
     model(**batch)
     model.set_adapter("late")
-    require_refused(f"^adapter late of down_proj {whole}", model, **batch)
+    require_refused(rf"^adapter late.*down_proj .*{whole}", model, **batch)
     hf.spread_adapters(model)(**batch)
-    none = "^no experts of this FSDPGptOssForCausalLM have adapters and are spread by foreroute"
+    none = r"^no experts.*FSDPGptOssForCausalLM .*adapters.*spread"
     require_refused(none, hf.spread_adapters, spread())
     of_bias = with_lora(spread(), parameters=["experts.down_proj_bias"])
-    by_another = "is wrapped by ParamWrapper of down_proj_bias; expected LoRA of PEFT 0.21 on gate_up_proj"
+    by_another = r"ParamWrapper.*down_proj_bias; .*PEFT 0\.21 on gate_up_proj"
     require_refused(by_another, hf.spread_adapters, of_bias)
 
 

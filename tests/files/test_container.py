@@ -171,12 +171,12 @@ def test_what_is_written_is_read(tmp_path, in_memory):
 @pytest.mark.parametrize(
     ("source", "message"),
     [
-        (forged(without=["foreroute.song"]), r"file is no song file: its metadata lack foreroute\.song\. somebody"),
-        (forged({"foreroute.song": "3"}), "opened file is a song file of version 3; this foreroute reads version 4"),
-        (forged({"foreroute.more": ""}), r"its metadata are .*foreroute\.more.*; expected"),
-        (forged(without=["length_N"]), "its tensors are pitch_NV; expected length_N, pitch_NV"),
+        (forged(without=["foreroute.song"]), r"no song.*foreroute\.song\. somebody"),
+        (forged({"foreroute.song": "3"}), r"song.*version 3; .*version 4"),
+        (forged({"foreroute.more": ""}), r"metadata.*foreroute\.more.*; expected"),
+        (forged(without=["length_N"]), r"tensors \w+ pitch_NV; expected length_N, pitch_NV"),
         (forged(tensors={"pitch_NV": np.zeros((3, 2))}), "tensor pitch_NV is float64; expected U8 or U16"),
-        (forged(tensors={"pitch_NV": np.zeros(3, np.uint8)}), r"pitch_NV has the shape \[3\]; expected \[N, V\]"),
+        (forged(tensors={"pitch_NV": np.zeros(3, np.uint8)}), r"pitch_NV.*shape \[3\]; expected \[N, V\]"),
         (forged(tensors={"length_N": np.zeros(2, np.float32)}), "length_N has 2 along N, and pitch_NV has 3"),
     ],
 )

@@ -161,15 +161,15 @@ def test_what_is_no_file_is_refused_at_once_by_the_callers_error(tmp_path):
     for path, said in (
         (tmp_path / "folder", "is a folder"),
         (tmp_path / "fifo", "is a FIFO"),
-        (tmp_path / "socket", "socket|cannot be opened"),
+        (tmp_path / "socket", r"socket|cannot.*opened"),
         (Path("/dev/zero"), "is a device"),
-        (tmp_path / "loop", "cannot be opened"),
-        (tmp_path / "dangling", "does not exist"),
-        (tmp_path / ("x" * 300), "cannot be opened"),
-        (tmp_path / "file" / "below", "cannot be opened"),
-        (Path("a\0b"), "cannot be opened"),
-        (tmp_path / "missing", "does not exist$"),
-        (Path("no such file"), "does not exist in the working folder$"),
+        (tmp_path / "loop", r"cannot.*opened"),
+        (tmp_path / "dangling", r"not exist"),
+        (tmp_path / ("x" * 300), r"cannot.*opened"),
+        (tmp_path / "file" / "below", r"cannot.*opened"),
+        (Path("a\0b"), r"cannot.*opened"),
+        (tmp_path / "missing", r"not exist$"),
+        (Path("no such file"), r"not exist.*folder$"),
     ):
         for read in (read_file, read_text, open_regular, TensorFile):
             with pytest.raises(TraceFileError, match=said):

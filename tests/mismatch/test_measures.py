@@ -162,14 +162,14 @@ HOLES = np.array([[np.nan, -1.0, -2.0], [-1.0, np.nan, np.inf]])
 @pytest.mark.parametrize(
     ("train", "infer", "mask", "message"),
     [
-        (WIDE, WIDE, None, r"float64 of shape \(4, 17\), without a mask; .*those of a padded batch with mask="),
+        (WIDE, WIDE, None, r"float64 of shape \(4, 17\), without.*mask; .*padded.*mask="),
         (WIDE, WIDE, np.ones(4), r"with a mask of \(4,\)"),
         (["-1.0"], ["-1.0"], None, "are <U4"),
-        (WIDE, WIDE, np.full((4, 17), 0.5), "mask is float64.*expected bools, or 0 and 1 alone"),
+        (WIDE, WIDE, np.full((4, 17), 0.5), r"mask.*float64.*bools.*0 and 1"),
         (np.zeros(3), np.zeros(2), None, "shape"),
-        ([np.nan], [0.0], None, "the trainer hold nan; expected finite numbers up to 0"),
-        ([0.0, 0.0], [0.0, 2e-3], None, "the engine hold 0.002"),
-        (np.full((2, 3), -1.0), HOLES, [[0, 1, 1], [0, 1, 1]], "2 of 4 .*the first at 2 of those that count"),
+        ([np.nan], [0.0], None, r"trainer.*nan; .*finite"),
+        ([0.0, 0.0], [0.0, 2e-3], None, r"engine.*0\.002"),
+        (np.full((2, 3), -1.0), HOLES, [[0, 1, 1], [0, 1, 1]], r"2 of 4 .*first at 2 of"),
     ],
 )
 def test_numbers_that_are_no_log_probs_of_the_same_tokens_are_refused(train, infer, mask, message):

@@ -107,8 +107,8 @@ def changed(where, value, dtype=np.int64):
 @pytest.mark.parametrize(
     ("counts", "words"),
     [
-        (GOOD[0], r"shape \(3, 4, 8\).*\[micro-steps, layers, source ranks, experts\]"),
-        (GOOD[:0], "none of them 0"),
+        (GOOD[0], r"shape \(3, 4, 8\).*\[micro-steps, layers.*experts\]"),
+        (GOOD[:0], r"none.*them 0"),
         (GOOD[:, :, :3], r"8 experts.*3 ranks.*\[micro-steps"),
         (GOOD.astype(float), "float64.*integers"),
         (changed((1, 2, 3, 4), -7, np.int32), "-7 in micro-step 1, layer 2, source rank 3"),
@@ -284,7 +284,7 @@ PLAN = random_plan(SENT, TOPOLOGY)
 @pytest.mark.parametrize(
     ("error", "words", "step", "placement", "options"),
     [
-        (CountsError, "the plan is for", SENT[:1], PLAN, {}),
+        (CountsError, r"plan is.*\[2, 3, 4, 8\]", SENT[:1], PLAN, {}),
         (CountsError, "digest", SENT + 1, PLAN, {}),
         (CountsError, "top_k", SENT, BLOCKS_LE, {"native_MG": np.ones((2, RANKS), int)}),
         (CountsError, "native_MG", TRACE, BLOCKS_LE, {"packing": PACKING, "native_MG": [[1]]}),

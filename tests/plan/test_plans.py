@@ -64,12 +64,12 @@ def _topology(**values):
 
 
 FORGERIES = {
-    "deep json": (_metadata("topology", "[" * 100_000), "no readable plan file"),
+    "deep json": (_metadata("topology", "[" * 100_000), r"no readable.*plan"),
     "a link of 400 digits": (_topology(links=vars(LINKS) | {"node_latency_s": 10**400}), "node_latency_s is 1000"),
-    "gains of one pass": (_metadata("gains", '{"update": 0.1}'), "gains are .*recompute and update"),
+    "gains of one pass": (_metadata("gains", '{"update": 0.1}'), r"gains are .*recompute and.*update"),
     "gains by no path": (_metadata("gains", '{"recompute": 0.1, "update": 0.1}'), "priced_paths is None"),
     "a gain too large to be one": (_metadata("gains", '{"recompute": -1e999, "update": 0.1}'), "gains are .*finite"),
-    "no price without gains": (_metadata("unpriced", "planning"), "expected .* where no gains are"),
+    "no price without gains": (_metadata("unpriced", "planning"), r"expected .*no gains"),
     "fetched twice": (_tensor("fetched_R", np.full(28, 2, np.uint8).view(np.bool_)), "neither 0 nor 1"),
     "wrapping staircase": (_tensor("offsets", np.array([*STAIRCASE, 28, 28, 28], np.int64)), "ascend from 0 to the 28"),
 }
@@ -124,10 +124,10 @@ def test_valid_plans_pass_and_survive_the_disk(tmp_path):
 
 
 CORRUPTIONS = {
-    "bound above": (lambda p: changed(p, "bound_ML", (2, 0), 1e9), "micro-step 2, layer 0: the bound is 1000000000.0"),
-    "bound is no number": (lambda p: changed(p, "bound_ML", (0, 0), np.nan), "the bound is nan"),
+    "bound above": (lambda p: changed(p, "bound_ML", (2, 0), 1e9), r"micro-step 2, layer 0: .*1000000000\.0"),
+    "bound is no number": (lambda p: changed(p, "bound_ML", (0, 0), np.nan), r"bound.*nan"),
     "previous homes uneven": (lambda p: changed(p, "previous_home_LE", (0, 3), 2), "previous_home_LE: in layer 0"),
-    "other digest": (lambda p: replace(p, counts_digest="0" * 32), "was made for counts with digest 000"),
+    "other digest": (lambda p: replace(p, counts_digest="0" * 32), r"counts.*digest 000"),
     "dtype": (lambda p: with_arrays(p, tokens_RG=p.hosts.tokens_RG.astype(np.int64)), "tokens_RG is int64.*I32"),
     "other ranks": (lambda p: replace(p, topology=Topology(8, 2, 2, LINKS)), "tokens_RG is of 4 source ranks"),
 }
@@ -157,7 +157,7 @@ def test_options_bind():
     moved = int((plan.home_LE != plan.previous_home_LE).sum(axis=1).max())
     verify(plan, counts, PlanOptions(home_moves=moved))
     for options, words in (
-        (PlanOptions(home_moves=moved - 1), f"{moved} homes move; the budget is {moved - 1}"),
+        (PlanOptions(home_moves=moved - 1), rf"{moved} homes.*budget.*{moved - 1}"),
         (PlanOptions(home_moves=None, replicas=False), r"plan.*replicas"),
         (PlanOptions(home_moves=None, slots="shared"), r"layer.*shared"),
     ):
@@ -236,11 +236,11 @@ def _is_valid_cell(plan, counts, held, m, layer):
 @pytest.mark.parametrize(
     ("wrong", "message"),
     [
-        ({"tolerance": 1}, "tolerance is 1; expected 0 to below 1"),
-        ({"threads": True}, "threads is True; expected a whole number from 1 to"),
-        ({"slots": "both"}, "slots is 'both'; expected 'layer' or 'shared'"),
-        ({"packing": "tokens"}, "packing is 'tokens'; expected 'length' or 'routes'"),
-        ({"traffic": True, "replicas": False}, "traffic is on with replicas=False"),
+        ({"tolerance": 1}, r"tolerance is 1; .*below 1"),
+        ({"threads": True}, r"threads.*True; .*whole number"),
+        ({"slots": "both"}, r"slots.*'both'; .*'shared'"),
+        ({"packing": "tokens"}, r"packing.*'tokens'; .*'routes'"),
+        ({"traffic": True, "replicas": False}, r"traffic.*replicas=False"),
     ],
 )
 def test_impossible_options_are_refused(wrong, message):

@@ -172,7 +172,7 @@ def test_one_percent_decides_and_each_stage_for_itself():
             assert decided.gains[pass_name] == pytest.approx(LEAST_GAIN, rel=1e-4)
             assert decided.is_at_home(pass_name) == is_at_home
             assert decided.unpriced == ("planning",)
-            words = "at homes: the plan would save 1.0%" if is_at_home else "by the plan: it saves 1.0%"
-            assert why[pass_name].startswith(words)
+            decision = "at homes: the plan would save 1.0%" if is_at_home else "by the plan: it saves 1.0%"
+            assert why[pass_name].startswith(decision)
             expected = found.gains[other] - most_s * share / home_s[other]
             assert decided.gains[other] == pytest.approx(expected, rel=1e-9)

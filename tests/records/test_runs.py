@@ -63,15 +63,15 @@ def execution_line(at_home, executed):
         ('{"step": 1, "clip_share": -0.1}', "clip_share: .*expected a number from 0 to 1"),
         ('{"step": 1, "exact_share": 1.1}', "exact_share: .*expected a number from 0 to 1"),
         ('{"step": 1, "mismatch": {"native": {"k3": 0.1}}}', r"mismatch\.native\.f2: required"),
-        ('{"step": 1, "margins_LB": [[1, 2]]}', "margins_LB needs 36 counts in every layer"),
-        (execution_line([[[1, 2]]], [[[3]]]), "the same numbers of micro-steps and layers"),
+        ('{"step": 1, "margins_LB": [[1, 2]]}', r"margins_LB.*36 counts"),
+        (execution_line([[[1, 2]]], [[[3]]]), r"same numbers.*layers"),
         (execution_line([[[1, 2, 3]]], [[[3, 2, 1]]]), "loads of 2 ranks"),
         ('{"step": 1, "of_tomorrow": 1}', "of_tomorrow: unknown key"),
         ('{"step": true}', "step: .*integer .*True"),
-        (f'{{"step": 1, "loss": -{10**400}}}', "loss: an integer of more than 64 bits"),
+        (f'{{"step": 1, "loss": -{10**400}}}', r"loss: .*64 bits"),
         ('{"step": 1, "live_agreement": [1.0, null]}', r"live_agreement\.1: .*number .*None"),
-        ('{"step": 1, "trained_with": "sideways"}', "trained_with: .*'native' or 'replayed'"),
-        ('{"step": 1, "device": {"type": "\\ud800", "name": ""}}', r"device\.type: text with .*half"),
+        ('{"step": 1, "trained_with": "sideways"}', r"trained_with: .*'native'.*'replayed'"),
+        ('{"step": 1, "device": {"type": "\\ud800", "name": ""}}', r"device\.type: text.*half"),
     ],
 )
 def test_a_damaged_line_in_the_middle_is_refused_with_its_place(tmp_path, text, reason):
@@ -99,7 +99,7 @@ def test_what_is_missing_or_damaged_beside_the_metrics_is_named(tmp_path):
         read_run(folder)
     for name in ("metrics.jsonl", "config.json"):
         (folder / name).unlink()
-        with pytest.raises(RunFolderError, match=f"{name} does not exist"):
+        with pytest.raises(RunFolderError, match=rf"{name} .*not exist"):
             read_run(folder)
 
 

@@ -95,14 +95,14 @@ def check_a_session_without_a_forward_is_no_silent_no_op(framework):
         pass
     with on.routed.record() as recording:
         pass
-    refuses(ReplayError, "nothing was recorded", recording.trace)
-    refuses(ReplayError, "no micro-batch is being replayed", lambda: on.routed.session)
+    refuses(ReplayError, r"nothing.*recorded", recording.trace)
+    refuses(ReplayError, r"no micro-batch.*replayed", lambda: on.routed.session)
 
 
 def check_a_session_that_nobody_opens_warns(framework):
     on, trace = prepared(framework)
     for name, given in (("replay", [trace]), ("record", [])):
-        with pytest.warns(UserWarning, match=rf"{name}\(\) was never opened.*`with routed\.{name}") as told:
+        with pytest.warns(UserWarning, match=rf"{name}\(\) .*never opened.*`with routed\.{name}") as told:
             getattr(on.routed, name)(*given)
         assert [each.filename for each in told] == [__file__]
         with (
@@ -113,7 +113,7 @@ def check_a_session_that_nobody_opens_warns(framework):
         once = getattr(on.routed, name)(*given)
         with once:
             on.run(batch_of())
-        refuses(ReplayError, f"{name}.. returns is opened once; call it anew", once.__enter__)
+        refuses(ReplayError, rf"{name}.. returns.*once", once.__enter__)
     with warnings.catch_warnings():
         warnings.simplefilter("error", UserWarning)
         with on.routed.record(), on.routed.replay(trace):
@@ -163,10 +163,10 @@ def check_a_model_is_not_attached_and_no_part_of_it_copied_inside_a_session(fram
     """The routers of a copy would run those of the original."""
     on = framework.built()
     with on.routed.record():
-        refuses(AttachError, "session is open", lambda: on.attach(on.model))
+        refuses(AttachError, r"session is.*open", lambda: on.attach(on.model))
         for part in (on.model, *on.routers):
             for copied in (copy.deepcopy, pickle.dumps):
-                refuses(ReplayError, "cannot be copied inside", lambda part=part, copied=copied: copied(part))
+                refuses(ReplayError, r"copied inside", lambda part=part, copied=copied: copied(part))
 
 
 def check_what_somebody_wraps_inside_a_session_stays_and_still_runs_after_it(framework):
@@ -197,11 +197,11 @@ def check_a_session_opened_or_closed_in_the_middle_of_a_forward_is_named(framewo
     closing, opening = on.routed.record(), on.routed.record()
     closing.__enter__()
     handle = on.layers[2].register_forward_pre_hook(lambda *_: closing.__exit__(None, None, None) or None)
-    refuses(ReplayError, "closed in the middle of a forward", lambda: on.run(BATCH))
+    refuses(ReplayError, r"closed.*middle", lambda: on.run(BATCH))
     handle.remove()
     assert torch.equal(on.loss(BATCH), native)
     handle = on.layers[2].register_forward_pre_hook(lambda *_: opening.__enter__() and None)
-    refuses(ReplayError, "open sessions before a forward", lambda: on.run(BATCH))
+    refuses(ReplayError, r"open sessions.*before", lambda: on.run(BATCH))
     handle.remove()
     opening.__exit__(None, None, None)
     assert torch.equal(on.loss(BATCH), native)
@@ -292,7 +292,7 @@ def check_values_of_the_wrong_kind_are_refused_by_name_and_leave_no_trace(framew
         refused("record", "weight_version", given, "a whole number")
     for given in (None, 1, np.array([1, 2])):
         for session, name in (("replay", "telemetry"), ("record", "margins")):
-            refused(session, name, given, "True or False")
+            refused(session, name, given, r"True or.*False")
     for given in (None, [], "x", np.array("native"), True):
         for name in ("missing", "padding", "counts"):
             if (name, given) != ("padding", None):  # which is the framework's own default
@@ -337,9 +337,9 @@ def check_every_routed_row_is_of_an_accepted_version(framework):
     refused(bare, 1, r"weight versions \[\], expected only 1 ")
     # a range reaches below 0 in the first steps, and lets pass no row that states no version
     unstated = trace.with_weight_version(-1)
-    refused(unstated, range(-2, 1), r"versions \[-1\], expected only 0 .* --weight-version of foreroute convert")
+    refused(unstated, range(-2, 1), r"versions \[-1\], expected only 0 .* --weight-version of.*convert")
     replayed(on, unstated, BATCH, weight_version=-1)
-    refused(trace, range(2, 10**12 + 1), "expected only those from 2 to 1000000000000 ")
+    refused(trace, range(2, 10**12 + 1), r"expected only.*2 to 1000000000000 ")
 
 
 def check_forwards_of_wrong_values_are_refused_in_replays_and_recordings(framework):

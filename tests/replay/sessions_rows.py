@@ -89,9 +89,9 @@ def check_rows_without_a_route_are_routed_by_the_model_and_others_as_given(frame
 def check_by_default_missing_rows_are_refused(framework):
     on = framework.built()
     for name, said in (
-        ("gap", "sequence 0 has no route at position 2"),
-        ("tail", "sequence 0 has no route at position 7"),
-        ("all", "sequence 0 has no route at position 0"),
+        ("gap", r"sequence 0 .*no route.*position 2"),
+        ("tail", r"sequence 0 .*no route.*position 7"),
+        ("all", r"sequence 0 .*no route.*position 0"),
     ):
         trace = foreign(on.routed.spec, BATCH, absent=ABSENT[name] + LASTS)
         refuses(BatchMismatchError, said, lambda trace=trace: replayed(on, trace, BATCH))
@@ -103,7 +103,7 @@ def check_by_default_missing_rows_are_refused(framework):
 def check_dropping_without_reading_the_mask_is_no_silent_no_op(framework):
     on = framework.built()
     gaps = foreign(on.routed.spec, BATCH, absent=ABSENT["gap"] + LASTS)
-    refuses(ReplayError, "nobody read the loss mask", lambda: replayed(on, gaps, BATCH, missing="drop"))
+    refuses(ReplayError, r"nobody read.*mask", lambda: replayed(on, gaps, BATCH, missing="drop"))
     replayed(on, foreign(on.routed.spec, BATCH, absent=LASTS), BATCH, missing="drop")
     with on.routed.replay(gaps, missing="drop") as session:
         with pytest.raises(ReplayError, match=r"before.*forward"):

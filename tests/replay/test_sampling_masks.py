@@ -112,10 +112,10 @@ def test_the_entropy_is_that_of_the_dense_computation():
 
 
 REFUSED = {
-    "another token": (lambda h, w, t, m: (h, w, torch.where(t == t[3], 1 - t, t) % 700, m), "leaves out its token"),
+    "another token": (lambda h, w, t, m: (h, w, torch.where(t == t[3], 1 - t, t) % 700, m), r"out its.*token"),
     "fewer masks": (lambda h, w, t, m: (h, w, t, m.take(np.arange(5))), "masks of 5 rows"),
     "targets of floats": (lambda h, w, t, m: (h, w, t.double(), m), "torch.float64 targets"),
-    "a smaller head": (lambda h, w, t, m: (h, w[:600], t, m), "the head has 600"),
+    "a smaller head": (lambda h, w, t, m: (h, w[:600], t, m), r"head.*600"),
 }
 
 

@@ -41,10 +41,10 @@ FILE, TWELVE = {"counts": "c.safetensors"}, {"gpus": 12, "expert_parallel": 12}
     [
         ({"cluster": {"gpus": 60, "expert_parallel": 16}}, ConfigError, "60 GPUs.*groups of 16"),
         ({"cluster": {"gpus": 40, "expert_parallel": 40}}, ConfigError, "expert_parallel = 40"),
-        ({"workload": {"preset": "G7"}}, ConfigError, "no workload is called 'G7'"),
-        ({"workload": FILE | {"skew": 2.0, "seed": 1}}, ConfigError, "file, and seed, skew would draw"),
-        ({"workload": FILE | {"traces": ["t.safetensors"]}}, ConfigError, "counts and traces"),
-        ({"methods": ["our"]}, ConfigError, "no method called our"),
+        ({"workload": {"preset": "G7"}}, ConfigError, r"no workload.*'G7'"),
+        ({"workload": FILE | {"skew": 2.0, "seed": 1}}, ConfigError, r"file, .*seed, skew"),
+        ({"workload": FILE | {"traces": ["t.safetensors"]}}, ConfigError, r"counts and.*traces"),
+        ({"methods": ["our"]}, ConfigError, r"no method.*our"),
         ({"cluster": TWELVE}, TopologyError, "12 ranks.*nodes of 8"),
     ],
 )
@@ -107,10 +107,10 @@ WIDE = {"num_experts": 32_768, "num_layers": 1000}
 @pytest.mark.parametrize(
     ("values", "message"),
     [
-        ({"workload": {"micro_steps": 999_999}}, "would take about .* GB of memory; expected at most 2 GB"),
-        ({"cluster": {"gpus": 1024, "expert_parallel": 1024}, "model": WIDE}, "would take about .* GB of memory"),
+        ({"workload": {"micro_steps": 999_999}}, r"take about .* GB.*most 2 GB"),
+        ({"cluster": {"gpus": 1024, "expert_parallel": 1024}, "model": WIDE}, r"take about .* GB.*memory"),
         ({"cluster": {"gpus": 64, "expert_parallel": 64, "redundant_slots": 2000}}, "redundant_slots"),
-        ({"cluster": {"gpus": 2**40, "expert_parallel": 16}}, r"cluster\.gpus: .*less than or equal to 999999"),
+        ({"cluster": {"gpus": 2**40, "expert_parallel": 16}}, r"cluster\.gpus: .*999999"),
         ({"workload": {"tokens_per_rank": 2**24}}, "assignments in a cell; expected 2147483647 at most"),
         ({"execution": {"rollout_s": 1e300}}, r"execution\.rollout_s"),
     ],
@@ -180,9 +180,9 @@ def test_measurements_are_read_from_lines(folder):
 @pytest.mark.parametrize(
     ("text", "error", "message"),
     [
-        (line() + "\n{", ConfigError, "line 2 is not JSON"),
+        (line() + "\n{", ConfigError, r"line 2.*not JSON"),
         ("x" * (1 << 21), ConfigError, "1048576 at most"),
-        (line(seconds=0), ConfigError, "line 1 is not valid:\n  seconds"),
+        (line(seconds=0), ConfigError, "line 1.*not valid:\n  seconds"),
         (line() + "\n" + line(plan="other.safetensors"), CountsError, "line 2: "),
     ],
 )

@@ -64,7 +64,7 @@ def test_every_row_with_an_id_twice_or_too_high_is_refused_and_no_other(seed):
         check_rows(ids_NLK, valid_N, offsets, spec)
         return
     named = f"sequence 0, position {bad[0]}" if bad[0] < 2 else f"sequence 2, position {bad[0] - 2}"
-    with pytest.raises(TraceContentError, match=rf"{named}, decoder [01] has expert ids \["):
+    with pytest.raises(TraceContentError, match=rf"{named}, decoder [01] .*ids \["):
         check_rows(ids_NLK, valid_N, offsets, spec)
 
 
@@ -180,14 +180,14 @@ REFUSED = [
     (with_ids([[[0, -1]]]), "expected 0 to 3"),
     (with_ids([[[0.0, 1.0]]]), "expected integers"),
     (with_ids([[[0, 1, 2]]]), "expected \\[rows"),
-    (with_ids([[[0, 1]]] * 3), r"2 tokens, routes of shape \(3, 1, 2\)"),
+    (with_ids([[[0, 1]]] * 3), r"2 tokens.*shape \(3, 1, 2\)"),
     (with_rows(weight_versions=[[2**32 + 5, 0]]), "from 5 to|from 0 to 4294967301"),
     (with_rows(weight_versions=[[1.5, 0]]), r"weight_versions\[0\] is float64"),
     (with_rows(valid=[[0.3, 0]]), r"valid\[0\] is float64.*expected bools"),
     *((with_rows(token_ids=[ids]), r"integers \[T\] from 0") for ids in ([-1, 2], [1.5, 2.0], [2**31, 1], [[1], [2]])),
-    (with_rows(token_ids=[[[1], [2, 3]]]), "read as an array"),
-    (with_rows(expert_ids=[[[[0, 1]], [[0]]]]), "read as an array"),
-    (with_rows(valid=[[True, True]], expert_ids=[[[[0, 1]]]]), "one row of each for every token"),
+    (with_rows(token_ids=[[[1], [2, 3]]]), r"read.*array"),
+    (with_rows(expert_ids=[[[[0, 1]], [[0]]]]), r"read.*array"),
+    (with_rows(valid=[[True, True]], expert_ids=[[[[0, 1]]]]), r"one row.*every token"),
     (with_rows(expert_ids=[]), r"of \[0, 1\] sequences"),
     # parts of a trace
     (done(lambda trace: trace.select([len(trace)])), r"sequences.*\d+.*numbers.*0"),
@@ -196,26 +196,26 @@ REFUSED = [
     *((done(lambda trace, wrong=wrong: trace.select(wrong)), "seq") for wrong in ([0.5], ["0"], [None], [[0], [0, 1]])),
     (done(lambda trace: trace.truncated(trace.lengths + 1)), "lengths hold"),
     # facts of a model
-    (lambda: fr.RoutingSpec(8, 2, (0, 2)), r"layers are \(0, 2\); expected routed layers"),
-    (lambda: fr.RoutingSpec(8, 2, fr.RoutedLayer(0)), "expected routed layers"),
+    (lambda: fr.RoutingSpec(8, 2, (0, 2)), r"\(0, 2\); .*routed layers"),
+    (lambda: fr.RoutingSpec(8, 2, fr.RoutedLayer(0)), r"expected.*routed layers"),
     (lambda: fr.RoutingSpec(8.0, 2, LAYERS), "num_experts is 8.0"),
     (lambda: fr.RoutingSpec(8, 2.5, LAYERS), "top_k is 2.5"),
     (lambda: fr.RoutingSpec(8, 2, map(fr.RoutedLayer, range(1025))), "1025 layers of 8 experts"),
-    (lambda: fr.RoutingSpec(65_536, 2, map(fr.RoutedLayer, range(17))), "1048576 experts in all"),
+    (lambda: fr.RoutingSpec(65_536, 2, map(fr.RoutedLayer, range(17))), r"1048576 experts"),
     (lambda: fr.RoutedLayer(-1, fr.trace.LayerKind.MTP), "layer"),
     (lambda: fr.RoutedLayer(2.5, fr.trace.LayerKind.MTP), "layer"),
     (lambda: DecisionStream.absent(50, 3, layers=[1]), r"layers are \[1\]"),
     (lambda: DecisionStream.absent(50.0, 3), "num_choices is 50.0"),
-    (lambda: IndexerSpec(0, LAYERS), "top_k is 0; expected a whole number from 1 to"),
+    (lambda: IndexerSpec(0, LAYERS), r"top_k is 0; .*whole number"),
     (lambda: IndexerSpec(3, LAYERS, unit=2.0), "unit is 2.0"),
     # of layers that differ
     (with_sizes((8, 2), (3, 4), (8, 4)), "top_k of a layer is 4"),
     (with_sizes((8, 2), (8.0, 1), (8, 2)), "num_experts of a layer is 8.0"),
-    (with_sizes((8, 2), (8, 1)), "there are sizes of 2 layers"),
+    (with_sizes((8, 2), (8, 1)), r"sizes.*2 layers"),
     (lambda: replace(UNEVEN, top_k=4), "up to"),
-    (lambda: uneven_of(ROW, [[0, 7, 0], *ROW[1:]]), "ids in columns that a layer .* expected -1 behind its picks"),
-    (lambda: uneven_of(ROW, [ROW[0], [5, 6, 3], ROW[2]]), r"decoder 1 has .*\[5, 6, 3\]: expected ids from 0 to 5"),
-    (lambda: uneven_of(ROW, [[4, 4, -1], *ROW[1:]]), r"decoder 0 has expert ids \[4, 4\]: an expert is picked twice"),
+    (lambda: uneven_of(ROW, [[0, 7, 0], *ROW[1:]]), r"columns.*expected -1 behind"),
+    (lambda: uneven_of(ROW, [ROW[0], [5, 6, 3], ROW[2]]), r"decoder 1 .*\[5, 6, 3\].*0 to 5"),
+    (lambda: uneven_of(ROW, [[4, 4, -1], *ROW[1:]]), r"decoder 0 .*\[4, 4\].*twice"),
 ]
 
 

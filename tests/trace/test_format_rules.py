@@ -126,10 +126,10 @@ def test_a_file_that_breaks_a_rule_is_refused(tmp_path, broken):
 @pytest.mark.parametrize(
     ("edit", "message"),
     [
-        (puts(1, 8), "an expert that the model does not have"),
-        (puts(1, 255, at=ROWS), "an expert that the model does not have"),  # and no sum that wraps
-        (puts(1, 1, at=ABSENT), "ids and no route"),
-        (puts(1, 1, at=ROWS + ABSENT), "ids and no route"),
+        (puts(1, 8), r"expert.*model.*not have"),
+        (puts(1, 255, at=ROWS), r"expert.*model.*not have"),  # and no sum that wraps
+        (puts(1, 1, at=ABSENT), r"ids and.*no route"),
+        (puts(1, 1, at=ROWS + ABSENT), r"ids and.*no route"),
     ],
 )
 def test_sets_of_experts_that_cannot_be_are_refused(tmp_path, edit, message):
@@ -177,17 +177,17 @@ def absent_in_one_layer(sizes, gaps):
 
 REFUSED = {
     "too many streams": (metadata(streams="[" + "1," * 16 + "1]"), "expected a list of 16"),
-    "another kind": (stream(kind="zip"), "expected a name of its own and the kind"),
+    "another kind": (stream(kind="zip"), r"name.*own.*kind"),
     "a layer twice": (stream(layers=[[1, "decoder"]] * 2), "2 layers decide"),
-    "the name of another": (stream(name="indexer"), "a name of its own"),
-    "streams that have frames and are not named": (metadata(streams="[]"), "tables of frames have the shape"),
+    "the name of another": (stream(name="indexer"), r"a name.*own"),
+    "streams that have frames and are not named": (metadata(streams="[]"), r"frames.*shape"),
     "fewer choices": (stream(num_choices=3), "expected 0 to 2"),
     "half a number": (holding(6, lambda content: content[:-1]), "expected 4 per number"),
     "fewer bytes than rows": (holding(6, lambda content: content[: ROWS * 4 - 4]), "expected 4 per number"),
-    "an id twice": (words(6, doubled), "twice, or ids that do not ascend"),
-    "a gap that leaves 31 bits": (words(6, lambda sizes, gaps: gaps.put(-1, 2**31)), "a gap between ids is"),
-    "gaps whose sum leaves 31 bits": (words(4, lambda sizes, gaps: gaps.fill(2**31 - 1)), "an id is \\d{10}"),
-    "a decision in some layers": (words(4, absent_in_one_layer), "has a decision in some layers and none in others"),
+    "an id twice": (words(6, doubled), r"twice, .*ascend"),
+    "a gap that leaves 31 bits": (words(6, lambda sizes, gaps: gaps.put(-1, 2**31)), r"gap.*ids"),
+    "gaps whose sum leaves 31 bits": (words(4, lambda sizes, gaps: gaps.fill(2**31 - 1)), r"an id.*\d{10}"),
+    "a decision in some layers": (words(4, absent_in_one_layer), r"decision.*none in"),
 }
 
 
@@ -235,14 +235,14 @@ def test_a_header_of_more_than_a_mebibyte_is_not_written(tmp_path):
 @pytest.mark.parametrize(
     ("make", "column", "at", "value", "message"),
     [
-        (random_trace, "token_ids_N", 0, -1, "a token id is -1"),
-        (random_trace, "weight_versions_N", 0, -2, "a weight version is below -1"),
-        (random_trace, "weight_versions_N", -1, 3, "or stated for a row without routes"),
+        (random_trace, "token_ids_N", 0, -1, r"token id.*-1"),
+        (random_trace, "weight_versions_N", 0, -2, r"version.*below -1"),
+        (random_trace, "weight_versions_N", -1, 3, r"stated.*without routes"),
         (random_trace, "expert_ids_NLK", 0, 0, "picked twice"),
-        (random_trace, "expert_ids_NLK", (0, 1, 1), 8, "expected ids from 0 to 7"),
-        (uneven_trace, "expert_ids_NLK", (0, 0, 2), 0, "decoder 0 .*: expected 65535 in each column behind the picks"),
+        (random_trace, "expert_ids_NLK", (0, 1, 1), 8, r"ids.*0 to 7"),
+        (uneven_trace, "expert_ids_NLK", (0, 0, 2), 0, r"decoder 0 .*65535.*behind"),
         (uneven_trace, "expert_ids_NLK", (0, 2, 1), 7, "decoder 2 .*: expected 65535"),
-        (uneven_trace, "expert_ids_NLK", (0, 3, 0), 8, "decoder 3 .*: expected ids from 0 to 7"),
+        (uneven_trace, "expert_ids_NLK", (0, 3, 0), 8, r"decoder 3 .*0 to 7"),
     ],
 )
 def test_what_a_reader_refuses_is_not_written(tmp_path, encoding, make, column, at, value, message):

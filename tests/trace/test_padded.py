@@ -45,10 +45,10 @@ def test_a_batch_comes_back_as_it_was(seed, experts, library):
     [
         ({"token_ids_BT": [1, 2], "attention_mask": None}, r"token_ids has shape \(2,\)"),
         ({"expert_ids_BTLK": np.zeros((1, 2, 1, 2), int)}, r"expert_ids \(1, 2, 1, 2\).*append a row of -1"),
-        ({"expert_ids_BTLK": np.zeros((1, 3, 1, 2), int)}, "an expert is picked twice; a row of zeros is no route"),
+        ({"expert_ids_BTLK": np.zeros((1, 3, 1, 2), int)}, r"picked twice; .*zeros"),
         ({"expert_ids_BTLK": np.ones((1, 3, 1, 2))}, "expected integers"),
-        ({"attention_mask": [[1, 1, 2]]}, "expected bools, or 0 and 1 alone"),
-        ({"attention_mask": [4]}, "lengths in attention_mask hold 4; expected whole numbers from 0 to 3"),
+        ({"attention_mask": [[1, 1, 2]]}, r"bools, .*0 and 1"),
+        ({"attention_mask": [4]}, r"attention_mask hold 4; .*0 to 3"),
     ],
 )
 def test_a_batch_that_does_not_fit_is_refused(changed, message):

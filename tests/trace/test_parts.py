@@ -84,9 +84,9 @@ def part(number, of, count):
 INDEXES = {
     "nothing": ([], "has 0 of 0 parts"),
     "a part of three": ([part(0, 3, 4), part(2, 3, 4)], "has 2 of 3 parts after 0 s; it lacks 00001"),
-    "more sequences": ([part(0, 2, 4), part(1, 2, 5)], "is damaged: it has 4 sequences; expected 5"),
-    "a part twice": ([part(0, 2, 4), part(0, 2, 5), part(1, 2, 4)], "expected each part once"),
-    "two totals": ([part(0, 2, 4), part(1, 3, 4)], "of one number of parts"),
+    "more sequences": ([part(0, 2, 4), part(1, 2, 5)], r"damaged.*4 sequences; expected 5"),
+    "a part twice": ([part(0, 2, 4), part(0, 2, 5), part(1, 2, 4)], r"each part.*once"),
+    "two totals": ([part(0, 2, 4), part(1, 3, 4)], r"one number.*parts"),
     "beyond the last": ([part(0, 1, 4), part(1, 1, 4)], "numbered from 0"),
     "other names": (
         [part(0, 100_000, 4), part(0, 1, 10**9), "part-0-of-1-4", f".{part(0, 1, 4)}.ab12"],

@@ -22,32 +22,32 @@ from tests.train.small_runs import small_config
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("optimiser = {}", r"optimiser: unknown key; known are name, seed"),
+        ("optimiser = {}", r"optimiser: unknown.*name, seed"),
         ("task = {min_operands = 9}", "min_operands = 9 exceeds max_operands = 4"),
-        ("rl = {micro_step_tokens = 8}", "cannot hold a sequence of up to 12 tokens"),
+        ("rl = {micro_step_tokens = 8}", r"cannot hold.*12 tokens"),
         ("model.sizes = {num_hidden_layers = 9999}", "num_hidden_layers is 9999; expected 1024 at most"),
-        ("model.sizes = {hidden_size = 4611686018427387904}", "cannot be made with these sizes"),
-        *[(f'name = "{name}"', "name: String should") for name in ("../up", "..", "a" * 5000, "n\\n")],
-        ("rollout = {prompts = 100000, group_size = 100}", "prompts times group_size is 10000000; expected 999999"),
-        ('rl = {routing = "R2", sentinel = "drop"}', "sentinel changes nothing without routes of the rollout"),
+        ("model.sizes = {hidden_size = 4611686018427387904}", r"cannot.*these sizes"),
+        *[(f'name = "{name}"', r"name: String") for name in ("../up", "..", "a" * 5000, "n\\n")],
+        ("rollout = {prompts = 100000, group_size = 100}", r"group_size is 10000000; expected 999999"),
+        ('rl = {routing = "R2", sentinel = "drop"}', r"sentinel.*without routes"),
         (
             'warm_start = {checkpoint = "x.pt"}',
-            "max_steps, batch_size, stop_at_loss change nothing beside a checkpoint",
+            r"max_steps, batch_size, stop_at_loss .*checkpoint",
         ),
-        ('parallel = {prefetch = 2, plan = {slots = "shared"}}', "prefetch, plan change nothing with expert = 1"),
+        ('parallel = {prefetch = 2, plan = {slots = "shared"}}', r"prefetch, plan .*expert = 1"),
         *[
             (f"rollout = {{prompts = 8}}\nparallel = {{expert = 4, {parallel}}}", message)
             for parallel, message in (
-                ('plan = {packing = "routes"}}\nrl = {routing = "none"', r'packing = "routes" goes by replayed routes'),
-                ('memory_budget = 1}\nrl = {routing = "none"', "memory_budget goes by replayed routes"),
-                ("ranks_per_node = 3", "expert = 4 ranks do not fill nodes of ranks_per_node = 3"),
-                ("plan = {pay_off = true}", r"plan\.pay_off = true goes by prices; name a topology file"),
-                ('topology = "a.toml", redundant_slots = 1', "redundant_slots changes nothing beside topology"),
+                ('plan = {packing = "routes"}}\nrl = {routing = "none"', r'packing = "routes".*replayed routes'),
+                ('memory_budget = 1}\nrl = {routing = "none"', r"memory_budget.*replayed routes"),
+                ("ranks_per_node = 3", r"expert = 4 .*ranks_per_node = 3"),
+                ("plan = {pay_off = true}", r"plan\.pay_off = true .*topology file"),
+                ('topology = "a.toml", redundant_slots = 1', r"redundant_slots.*beside topology"),
             )
         ],
         ('rollout = {engine = "vllm", precision = "float32"}', r"needs server\.python"),
-        ('rollout = {engine = "vllm", server = {url = "http://a"}}', "url and weights_folder go together"),
-        ('task = {data = "x.jsonl"}', "data, a JSONL file, and reward go together"),
+        ('rollout = {engine = "vllm", server = {url = "http://a"}}', r"url.*weights_folder.*together"),
+        ('task = {data = "x.jsonl"}', r"data, .*reward.*together"),
     ],
 )
 def test_wrong_configurations_are_explained(text, message):
@@ -77,8 +77,8 @@ def test_a_file_says_ranks_slots_links_and_prices_and_that_of_another_run_is_ref
     executed = planning_of(paths="direct", prefetch=3)
     assert executed.costs == replace(cluster.costs, paths="direct", prefetch=3), "prices are of what the run executes"
     for before, after, message in (
-        ("num_ranks = 2", "num_ranks = 4", r"cluster.toml says num_ranks = 4, the run has 2; describe the ranks"),
-        ("top_k = 2", "top_k = 4", "says top_k = 4, the run has 2"),
+        ("num_ranks = 2", "num_ranks = 4", r"cluster\.toml .*num_ranks = 4, .*2; describe"),
+        ("top_k = 2", "top_k = 4", r"says top_k = 4, .*2"),
     ):
         path.write_text(TOPOLOGY.replace(before, after))
         with pytest.raises(ConfigError, match=message):

@@ -116,10 +116,10 @@ def test_messages_go_through_the_chat_template(home, tmp_path):
 @pytest.mark.parametrize(
     ("returned", "message"),
     [
-        ("rows[0]['no such row']", "mine.py:mine' raised KeyError: 'no such row'"),
-        ("[1.0]", "returned 1 rewards for 2 responses; expected one each"),
-        ("[float('nan')] * len(responses)", "returned nan for .*; expected a finite number"),
-        ("1.0", "raised TypeError: 'float' object is not iterable"),
+        ("rows[0]['no such row']", r"mine\.py:mine'.*KeyError: 'no"),
+        ("[1.0]", r"1 rewards for 2.*one each"),
+        ("[float('nan')] * len(responses)", r"returned nan.*finite"),
+        ("1.0", r"TypeError: 'float'"),
     ],
 )
 def test_a_reward_that_does_not_say_is_named(home, tmp_path, returned, message):
@@ -132,12 +132,12 @@ def test_a_reward_that_does_not_say_is_named(home, tmp_path, returned, message):
 @pytest.mark.parametrize(
     ("row", "message"),
     [
-        ("", "is not JSON"),
-        ("[1]", r"\[1\] is no object"),
-        ('{"answer": 1}', "expected one of prompt and messages"),
+        ("", r"not JSON"),
+        ("[1]", r"\[1\].*no object"),
+        ('{"answer": 1}', r"expected one.*messages"),
         ('{"prompt": "1+2=", "messages": []}', "messages: .*1"),
         ('{"messages": [{"role": "user", "content": 3}]}', r"messages.0.content: .*string.*3"),
-        ('{"prompt": "größer?"}', r"the tokenizer in .* makes no tokens of 'größer\?' \(.*[Ww]ordLevel"),
+        ('{"prompt": "größer?"}', r"no tokens.*'größer\?' \(.*[Ww]ordLevel"),
     ],
 )
 def test_a_wrong_line_is_named(home, tmp_path, row, message):
@@ -151,7 +151,7 @@ def test_models_that_cannot_be_trained_are_refused(home, tmp_path):
     folder = shutil.copytree(home, tmp_path / "home")
     dense = {name: SIZES[name] for name in ("hidden_size", "num_hidden_layers", "num_attention_heads")}
     write_model(folder / "model", vocab_size=12)
-    for named in ("embeds 12", "cannot be trained"):
+    for named in ("embeds 12", r"cannot be.*trained"):
         with pytest.raises(ConfigError, match=named):
             make_policy(config_of(folder), make_task(config_of(folder)))
         Qwen3ForCausalLM(Qwen3Config(vocab_size=51, intermediate_size=16, **dense)).save_pretrained(folder / "model")

@@ -124,15 +124,15 @@ def test_rows_are_found_on_the_device_as_on_the_host(batch, policy, monkeypatch)
 
 
 REFUSED = {
-    "other token": ("right", "input_ids", (2, 5), 3, "sequence 2, position 5: token 3 in the batch, 15 in"),
-    "other token, left": ("left", "input_ids", (1, 8), 3, "sequence 1, position 3: token 3 in the batch, 9 in"),
+    "other token": ("right", "input_ids", (2, 5), 3, r"sequence 2, position 5.*token 3.*15 in"),
+    "other token, left": ("left", "input_ids", (1, 8), 3, r"sequence 1, position 3.*token 3.*9 in"),
     "no mask": ("right", "attention_mask", (0, 0), 2, "attention_mask holds 2"),
-    "other pattern": ("right, as a pattern", "attention_mask", (2, 0, 6, 3), False, "another pattern than the causal"),
-    "other start": ("packed", "position_ids", (0, 3), 0, "the batch has 4 sequences and the trace has 3"),
-    "other lengths": ("packed, with lengths", "cu_seq_lens_q", 1, 4, "restart at 0 elsewhere than at the offsets"),
+    "other pattern": ("right, as a pattern", "attention_mask", (2, 0, 6, 3), False, r"pattern.*causal"),
+    "other start": ("packed", "position_ids", (0, 3), 0, r"4 sequences.*trace has 3"),
+    "other lengths": ("packed, with lengths", "cu_seq_lens_q", 1, 4, r"restart at 0.*offsets"),
     "other end": ("packed, with lengths", "cu_seq_lens_q", 3, 20, "run from 0 to 20; expected 0 to 18"),
-    "rows left out": ("right", "attention_mask", (2, slice(6, None)), 0, "ends after 6 of 9 tokens and leaves"),
-    "longer": ("right", "attention_mask", (0, 5), 1, "sequence 0 has 6 tokens in the batch and 5 in the trace"),
+    "rows left out": ("right", "attention_mask", (2, slice(6, None)), 0, r"6 of 9 tokens.*leaves"),
+    "longer": ("right", "attention_mask", (0, 5), 1, r"sequence 0.*6 tokens.*5 in"),
 }
 
 
@@ -169,7 +169,7 @@ LAYOUT = pad(LENGTHS, side="left", order="bshd", to=9)
     [
         ("left", NONE, LAYOUT, None),
         ("right", NONE, LAYOUT, "elsewhere"),
-        ("right", ((3,), (), ()), None, "0 has no route at position 3, and 1 later tokens"),
+        ("right", ((3,), (), ()), None, r"0.*no route.*position 3.*1 later"),
     ],
 )
 def test_traces_and_layouts_are_taken_and_refused_there(side, missing, layout, message):

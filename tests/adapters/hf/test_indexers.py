@@ -228,12 +228,12 @@ def test_nobody_waits_for_choices(monkeypatch):
 
 PADDED_INSIDE = {name: each[:, [0, 5, 1, 2, 6, 3, 4, 7, 8]] for name, each in batch_of(9, 5).items()}
 MISPLACED = {
-    "padding inside": ("deepseek_v32", PADDED_INSIDE, "padding lies inside a sequence"),
-    "padding before": ("minimax_m3_vl", batch_of(9, 5, side="left"), "a sequence begins behind padding"),
+    "padding inside": ("deepseek_v32", PADDED_INSIDE, r"padding.*inside"),
+    "padding before": ("minimax_m3_vl", batch_of(9, 5, side="left"), r"begins.*padding"),
     "several in a row": (
         "glm5_next",
         {"input_ids": torch.arange(1, 15)[None], "position_ids": torch.tensor([[*range(9), *range(5)]])},
-        "a row of the batch holds several sequences",
+        r"row of.*holds several",
     ),
 }
 

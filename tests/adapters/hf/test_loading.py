@@ -138,7 +138,7 @@ def test_other_weights_than_safetensors_of_the_whole_model_are_refused(folder, s
         ({"text_config": {"_attn_implementation": {"": "flash_attention_2"}}}, "attn_implementation"),
         ({"num_hidden_layers": 10**9}, "num_hidden_layers is 1000000000; expected 1024 at most"),
         ({"num_hidden_layers": 1000, "num_experts": 1000}, "1000 layers of 1000 experts; expected 262144 in all"),
-        ({"hidden_size": 2**40}, "cannot be loaded by transformers: RuntimeError"),
+        ({"hidden_size": 2**40}, r"transformers.*RuntimeError"),
     ],
 )
 def test_a_configuration_that_asks_for_code_or_the_impossible_is_refused(folder, values, message):

@@ -133,7 +133,7 @@ def test_routes_of_images_replay_bit_for_bit_on_their_own_pixels_alone(name, tmp
         ((2, 0), second, "sequence 1, position 8"),
         ((0, 1, 2), exchanged, "sequence 0, position 8"),
     ):
-        said = f"{place}: the batch has the pixels of another image"
+        said = rf"{place}.*pixels.*another image"
         refuse(said, routed, trace.select(chosen), seen.batch(chosen, images=images))
 
 
@@ -174,8 +174,8 @@ def test_images_left_out_or_painted_over_are_noticed_and_digests_can_be_left_out
     batch = Seen(width).batch()
     trace, _ = recorded(routed, batch)
     blind = {name: each for name, each in batch.items() if name not in ("pixel_values", "image_grid_thw")}
-    refuse("no pixels behind the token", routed, trace, blind)
-    refuse("recorded with none", routed, recorded(routed, blind)[0], batch)
+    refuse(r"no pixels.*token", routed, trace, blind)
+    refuse(r"recorded.*none", routed, recorded(routed, blind)[0], batch)
     with routed.replay(trace.without_streams(PIXELS)):
         outputs(model, blind)
     rows = routed.rows(trace)

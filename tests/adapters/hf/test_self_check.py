@@ -86,13 +86,13 @@ def table_of_zeros(model, layers):
     ("make", "reason"),
     [
         (partial(with_router, limited_to_groups(lambda scores, is_open: scores * is_open)), "weight zero"),
-        (partial(with_router, ArgSortRouter), "made no top-k selection"),
+        (partial(with_router, ArgSortRouter), r"no top-k.*selection"),
         (
             partial(with_router, OwnWayRouter, slice(1, 2)),
-            r"layers\.1\.mlp\.gate \(OwnWayRouter\) was told to pick other experts and.* not obeyed",
+            r"layers\.1\.mlp\.gate \(OwnWayRouter\).*other experts.* not obeyed",
         ),
         (partial(changed, "qwen3_moe", head_that_fails), r"without foreroute.*attach\(model, example="),
-        (partial(changed, "qwen3_moe", past_its_router), r"layers\.1\.mlp\.gate .* did not run, but its layer did"),
+        (partial(changed, "qwen3_moe", past_its_router), r"layers\.1\.mlp\.gate .*not run.*layer did"),
         (partial(changed, "qwen3_moe", sharing_a_router), r"layers\.0\.mlp\.gate, .*layers\.2\.mlp\.gate .*2 times"),
         (partial(changed, "deepseek_v4", table_of_zeros), "K different picks"),
         (lambda: torch.nn.ModuleDict({"encoder": tiny(), "decoder": tiny()}), r"ModuleDict.*encoder"),

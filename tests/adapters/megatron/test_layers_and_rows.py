@@ -60,9 +60,9 @@ def test_layouts_and_traces_of_other_batches_are_refused():
         (LayoutError, "batch first", shard(trace, layout(trace.lengths, order="bshd"))),
         (LayoutError, "split already", shard(trace, layout(trace.lengths).split_sequence(2, 0))),
         (BatchMismatchError, "packed rows", shard(trace, pack([3, 4]))),
-        (SpecMismatchError, "no indexer that can be replayed", replay(choices)),
-        (SpecMismatchError, "no indexer that can be replayed", shard(choices, pack(trace.lengths))),
-        (BatchMismatchError, "rows on this rank", lambda: replayed(on, wider, BATCH)),
+        (SpecMismatchError, r"no indexer.*replayed", replay(choices)),
+        (SpecMismatchError, r"no indexer.*replayed", shard(choices, pack(trace.lengths))),
+        (BatchMismatchError, r"rows on.*rank", lambda: replayed(on, wider, BATCH)),
         (BatchMismatchError, "up to 15", lambda: replayed(on, longer, BATCH)),
     ):
         refuses(error, said, call)
@@ -76,9 +76,9 @@ def test_tokens_are_not_taken_for_padding():
     for batch, given, said in (
         (short, None, None),
         (BATCH, mask, None),
-        (BATCH, None, r"is token \d+ in the batch and padding in the trace.* pass padding_mask"),
-        (short, torch.zeros_like(mask), "in the batch and padding in the trace; 2 of"),
-        (short, mask.flip(0) | mask, "is padding in the batch and token"),
+        (BATCH, None, r"token \d+.*batch.*padding.*trace.* pass padding_mask"),
+        (short, torch.zeros_like(mask), r"batch.*padding.*trace; 2 of"),
+        (short, mask.flip(0) | mask, r"is padding.*batch.*token"),
     ):
         with on.routed.replay(trace), torch.no_grad():
             run = partial(on.run, batch, padding_mask=given)
@@ -89,7 +89,7 @@ def test_tokens_are_not_taken_for_padding():
 @on_ranks(1)
 def test_cumulative_lengths_that_do_not_ascend_from_0_are_refused():
     for wrong in ([0, 2**63 - 1, -(2**63), -1, 3], [0, 4, 2], [1, 3], [[0, 3]], [0.0, 3.0], []):
-        refuses(BatchMismatchError, "that ascend from 0", partial(lengths_of, torch.tensor(wrong)))
+        refuses(BatchMismatchError, r"that ascend.*0", partial(lengths_of, torch.tensor(wrong)))
 
 
 @on_ranks(1)

@@ -1,6 +1,5 @@
 """What cannot be replayed exactly is refused when the model is attached, with the router and the reason."""
 
-import re
 from functools import partial
 from unittest import mock
 
@@ -17,20 +16,20 @@ from tests.replay.session_subject import batch_of, refuses
 SETTINGS = [
     ({"moe_router_fusion": True}, "moe_router_fusion"),
     ({"moe_router_force_load_balancing": True}, "moe_router_force_load_balancing"),
-    ({"moe_router_force_biased": 1.0}, "moe_router_force_biased=1.0 replaces the router's logits"),
-    ({"moe_router_load_balancing_type": "sinkhorn"}, "'sinkhorn' does not select by top-k"),
+    ({"moe_router_force_biased": 1.0}, r"moe_router_force_biased=1\.0.*logits"),
+    ({"moe_router_load_balancing_type": "sinkhorn"}, r"'sinkhorn'.*top-k"),
     ({"cuda_graph_impl": "local"}, "cuda_graph_impl='local'"),
-    ({"enable_cuda_graph": True}, "captures routers in CUDA graphs"),
-    ({"moe_expert_capacity_factor": 1.5}, "drops or adds picks after the selection"),
+    ({"enable_cuda_graph": True}, r"captures.*CUDA graphs"),
+    ({"moe_expert_capacity_factor": 1.5}, r"drops.*picks"),
     ({"moe_expert_capacity_factor": 4.0, "moe_pad_expert_input_to_capacity": True}, "moe_pad_expert_input_to_capacity"),
     ({"moe_expert_rank_capacity_factor": 1.5}, "moe_expert_rank_capacity_factor=1.5 drops tokens"),
     ({"overlap_moe_expert_parallel_comm": True}, "overlap_moe_expert_parallel_comm"),
-    ({"mlp_chunks_for_training": 2}, "mlp_chunks_for_training has a router run several times"),
+    ({"mlp_chunks_for_training": 2}, r"mlp_chunks_for_training.*several times"),
 ]
 
 
 def refused(given, said):
-    refuses(AttachError, re.escape(said), lambda: megatron.attach(given))
+    refuses(AttachError, said, lambda: megatron.attach(given))
 
 
 @on_ranks(1)
@@ -41,7 +40,7 @@ def test_settings_that_bypass_or_change_the_selection():
             for module in built.modules():
                 if isinstance(module, TopKRouter):
                     module.routing_type = built.config.moe_router_load_balancing_type
-            refuses(AttachError, f"decoder.layers.0.mlp.router .*{re.escape(said)}", partial(megatron.attach, built))
+            refuses(AttachError, f"decoder.layers.0.mlp.router .*{said}", partial(megatron.attach, built))
 
 
 class Hashing(TopKRouter):
@@ -54,10 +53,10 @@ def test_routers_that_select_in_a_way_of_their_own():
     built = model()
     router = built.decoder.layers[2].mlp.router
     router.__class__ = Hashing
-    refused(built, "layers.2.mlp.router (Hashing) cannot be replayed: it has a routing of its own")
+    refused(built, r"layers\.2\.mlp\.router \(Hashing\).*routing")
     router.__class__ = TopKRouter
     router.routing = lambda logits, padding_mask=None: TopKRouter.routing(router, logits, padding_mask)
-    refused(built, "was replaced on the instance")
+    refused(built, r"replaced.*instance")
     del router.routing
     megatron.attach(built)
     del router.router_replay  # as before 0.16
@@ -90,12 +89,12 @@ def test_the_self_check_sees_a_selection_that_is_not_obeyed_and_weights_that_are
 def test_models_without_routers_or_with_several_decoders():
     built = model()
     for given, said in (
-        (model(moe_layer_freq=[0, 0, 0, 0]), "has no MoE layer"),
-        (torch.nn.Linear(2, 2), "has no decoder"),
-        ([], "no model to attach"),
-        (torch.nn.ModuleDict({"language": built, "draft": model()}), "2 decoders (language, draft)"),
+        (model(moe_layer_freq=[0, 0, 0, 0]), r"no MoE.*layer"),
+        (torch.nn.Linear(2, 2), r"no decoder"),
+        ([], r"no model.*attach"),
+        (torch.nn.ModuleDict({"language": built, "draft": model()}), r"2 decoders \(language, draft\)"),
         ([built, built], "passed twice"),
-        ([built, model()], "expected each once"),
+        ([built, model()], r"each once"),
     ):
         refused(given, said)
 

@@ -27,13 +27,13 @@ from tests.adapters.megatron.training_step import moe_layers
 def test_layers_and_settings():
     with refusing("sequential") as (block, refused):
         expert = block.experts.local_experts[0]
-        refused(of_class(block.token_dispatcher, "Other"), "a Other, .* alltoall, allgather or flex")
-        refused(of_class(block.experts, "Other"), "experts are a Other; build the layer with .*TEGroupedMLP")
-        refused(of_class(expert.linear_fc1, "Other"), "keeps state for each of its weights")
-        refused(of_class(block, "Other", preprocess=lambda *args: None), "with a preprocess of its own")
+        refused(of_class(block.token_dispatcher, "Other"), r"Other, .*alltoall.*flex")
+        refused(of_class(block.experts, "Other"), r"experts.*Other.*TEGroupedMLP")
+        refused(of_class(expert.linear_fc1, "Other"), r"keeps state.*weights")
+        refused(of_class(block, "Other", preprocess=lambda *args: None), r"a preprocess of.*own")
         refused(said(block.token_dispatcher, "tp_size", 2), "a replica is a whole expert")
-        refused(said(expert.linear_fc2.weight, "requires_grad", False), "linear_fc2.weight of its experts is frozen")
-        refused(sharded(expert.linear_fc2), "linear_fc2.weight of its experts is sharded by FSDP")
+        refused(said(expert.linear_fc2.weight, "requires_grad", False), r"linear_fc2\.weight.*frozen")
+        refused(sharded(expert.linear_fc2), r"linear_fc2\.weight.*FSDP")
         for name in REFUSED_SETTINGS:
             refused(said(block.config, name, 2.0), f"{name}=")
 
@@ -44,9 +44,9 @@ def test_experts_in_one_module():
         experts = block.experts
         refused(said(experts, "_with_fused_impl", True), "use_transformer_engine_op_fuser is set")
         refused(said(experts, "offload_moe_act", True), "offload_modules names expert_fc1 or moe_act")
-        refused(said(experts.linear_fc2.weight2, "requires_grad", False), "linear_fc2.weight of its experts is frozen")
+        refused(said(experts.linear_fc2.weight2, "requires_grad", False), r"linear_fc2\.weight.*frozen")
         more = {**experts.linear_fc1._parameters, "bias0": torch.nn.Parameter(torch.zeros(2))}
-        refused(said(experts.linear_fc1, "_parameters", more), "its experts have different parameters")
+        refused(said(experts.linear_fc1, "_parameters", more), r"experts.*different parameters")
 
 
 @contextlib.contextmanager
@@ -57,7 +57,7 @@ def refusing(experts):
     def refused(broken, reason):
         with (
             broken if dist.get_rank() == 1 else contextlib.nullcontext(),
-            pytest.raises(PlanError, match=f"rank 1: the layer of decoder.layers.\\d.mlp.router .*{reason}"),
+            pytest.raises(PlanError, match=rf"rank 1: .*decoder.layers.\d.mlp.router .*{reason}"),
             at.execute(),
         ):
             pass
@@ -96,18 +96,18 @@ def test_what_cannot_be_moved():
     chunks, routed = attached(Cell(ep=2, layers=2))
     block = moe_layers(chunks)[0]
     with mock.patch.object(block.config, "fp8", "e4m3"):
-        refused_move("run in fp8 or fp4", routed)
+        refused_move(r"fp8.*fp4", routed)
     block.__class__ = OtherLayer
-    refused_move("with a forward of its own", routed)
+    refused_move(r"a forward of.*own", routed)
     block.__class__ = MoELayer
     trained = Trained(chunks, "adamw")
     block.experts.local_experts[2].linear_fc2.weight.main_grad[0, 0] = dist.get_rank()
-    refused_move("rank 1: .* has a gradient; move homes between two steps", routed, trained)
+    refused_move(r"rank 1: .*gradient.*between", routed, trained)
     block.experts.register_buffer("scale", torch.ones(4))
     refused_move("experts have a buffer, scale", routed)
     block.experts.register_parameter("scales", torch.nn.Parameter(torch.ones(4)))
     del block.experts.scale
-    refused_move("experts have scales, of which it is not known whose it is", routed)
+    refused_move(r"experts.*scales", routed)
 
 
 @pytest.mark.slow
@@ -123,9 +123,9 @@ def test_faults_behind_which_nothing_has_moved():
 
     out_of_memory = mock.Mock(side_effect=torch.OutOfMemoryError("out of memory") if dist.get_rank() else None)
     with mock.patch.object(MovingLayer, "allocate", out_of_memory):
-        refused_move("none were: rank 1: out of memory", routed)
+        refused_move(r"none were.*rank 1.*memory", routed)
     with mock.patch.object(Transfer, "wait", fails_on_rank_one):
-        refused_move("none were: rank 1: the network is down", routed)
+        refused_move(r"none were.*rank 1.*network", routed)
 
 
 @on_ranks(2)

@@ -38,7 +38,7 @@ def test_routes_that_are_cut_keep_what_they_were_cut_with():
     placed = on.routed.shard(stale, layout, weight_version=3)
     refuses(StaleTraceError, r"\[3\]", lambda: on.routed.shard(stale, layout, weight_version=range(4, 6)))
     for other in ({"missing": "native"}, {"missing": "drop"}, {"padding": "native"}):
-        refuses(ConfigError, r"give it to routed\.shard", entering(on.routed.replay, placed, **other))
+        refuses(ConfigError, r"give it.*routed\.shard", entering(on.routed.replay, placed, **other))
         replayed(on, on.routed.shard(stale, layout, **other), BATCH, **other)
     for accepted in (3, [0, 3]):
         replayed(on, placed, BATCH, weight_version=accepted)
@@ -54,8 +54,8 @@ def test_megatrons_own_replay_may_not_be_active_and_is_left_alone():
     before = [dict(vars(each)) for each in instances]
     assert before, "the model was built without router replay; the check shows nothing"
     RouterReplay.set_global_router_replay_action(RouterReplayAction.RECORD)
-    refuses(ReplayError, "own router replay is active", lambda: replayed(on, trace, BATCH))
-    refuses(ReplayError, "own router replay is active", lambda: megatron.attach(on.model))
+    refuses(ReplayError, r"router replay.*active", lambda: replayed(on, trace, BATCH))
+    refuses(ReplayError, r"router replay.*active", lambda: megatron.attach(on.model))
     RouterReplay.clear_global_router_replay_action()
     step(on, trace, BATCH)
     assert [dict(vars(each)) for each in instances] == before
@@ -82,10 +82,10 @@ def test_a_wrapped_step_tells_what_went_wrong():
     forgets = replaying(lambda given, _: next(given))
     late = replaying(lambda given, _: on.run(BATCH))
     for error, said, wrong, batches, called in (
-        (BatchMismatchError, "no data iterator", run, None, on.model),
-        (TraceError, "what is to be replayed is a list", run, [listed], on.model),
-        (BatchMismatchError, "none under 'routes'", run, [misspelled], on.model),
-        (ReplayError, "no forward of the attached model ran", forgets, [batch], on.model),
+        (BatchMismatchError, r"no data.*iterator", run, None, on.model),
+        (TraceError, r"replayed.*a list", run, [listed], on.model),
+        (BatchMismatchError, r"none.*'routes'", run, [misspelled], on.model),
+        (ReplayError, r"no forward.*attached model", forgets, [batch], on.model),
         (ReplayError, "took 0 batches", late, [batch], on.model),
         (AttachError, "another model", run, [batch], model(seed=1)),
     ):

@@ -87,7 +87,7 @@ def test_a_rollout_with_cuts_asks_for_masks_and_takes_the_log_probs_on_them(tmp_
     assert not plain.trace.streams
 
 
-@pytest.mark.parametrize(("mask", "said"), [(None, "lacks or garbles"), ([[1, 2]] * 5, "leave out.*position")])
+@pytest.mark.parametrize(("mask", "said"), [(None, r"lacks.*garbles"), ([[1, 2]] * 5, "leave out.*position")])
 def test_masks_that_the_server_did_not_return_are_missed(tmp_path, mask, said):
     lying = Server(lie=lambda answer: answer["meta_info"].update(output_token_sampling_mask=mask))
     with serving(lying) as server, pytest.raises((EngineError, CaptureError), match=said):
@@ -130,10 +130,10 @@ def test_choices_of_indexers_are_asked_for_where_the_server_returns_them(tmp_pat
     ("changes", "said"),
     [
         ({"/server_info": {"enable_return_routed_experts": False, "version": "0.5.23"}}, "--enable-return-routed-exp"),
-        ({"/server_info": {"enable_return_routed_experts": True, "version": "0.5.9"}}, r"SGLang 0\.5\.9 does not work"),
-        ({"/server_info": [1]}, "lacks or garbles"),
-        ({"/update_weights_from_disk": {"success": False, "message": "no file"}}, "did not take the weights: no file"),
-        ({"/generate": [{"output_ids": [1]}]}, "lacks or garbles"),
+        ({"/server_info": {"enable_return_routed_experts": True, "version": "0.5.9"}}, r"SGLang 0\.5\.9 .*not work"),
+        ({"/server_info": [1]}, r"lacks.*garbles"),
+        ({"/update_weights_from_disk": {"success": False, "message": "no file"}}, r"weights: no.*file"),
+        ({"/generate": [{"output_ids": [1]}]}, r"lacks.*garbles"),
     ],
 )
 def test_what_the_server_fails_at_is_reported(tmp_path, changes, said):

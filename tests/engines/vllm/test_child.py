@@ -63,7 +63,7 @@ def test_sequences_are_grouped_by_prompt_in_every_release(routed, started, monke
 @grid(
     ("behaviour", "error", "said"),
     [
-        ("refuses to load", EngineError, r"\(exit code 1\) when it was started. vLLM from 0\.31 on(.|\n)*Runner V2"),
+        ("refuses to load", EngineError, r"\(exit code 1\).*vLLM from 0\.31 on(.|\n)*Runner V2"),
         ("dies", EngineError, r"died \(signal 6, Aborted\): POST /inference(.|\n)*it serves /"),
         ("zero routes", CaptureError, "enforce_eager=True"),
     ],
@@ -96,10 +96,10 @@ def test_settings_are_arguments(fake_settings):
     assert {"--model=/c", "--max-model-len=64", "--dtype=bfloat16", "--return-sampling-mask"} <= {*found}
     assert not [argument for argument in found if "trust" in argument]
     for wrong, said in (
-        ({"logprobs_mode": "raw_logprobs"}, "logprobs_mode are set by foreroute"),
-        ({"trust_remote_code": True}, "trust_remote_code are set by foreroute"),
+        ({"logprobs_mode": "raw_logprobs"}, r"logprobs_mode.*foreroute"),
+        ({"trust_remote_code": True}, r"trust_remote_code.*foreroute"),
         ({"a": object()}, "vLLM option a is"),
-        ({"a": float("nan")}, "expected what JSON can hold"),
+        ({"a": float("nan")}, r"expected.*JSON.*hold"),
     ):
         with pytest.raises(ConfigError, match=said):
             fake_settings(options=wrong)

@@ -141,7 +141,7 @@ def test_cuts_ask_for_masks_and_every_request_of_such_a_server_has_a_bound(route
         cuts = [{name: each[name] for name in ("temperature", "top_k", "top_p", "min_p")} for each in asked]
         assert cuts[0] == {"temperature": 0.8, "top_k": 64, "top_p": 0.9, "min_p": 0.0}
         assert (cuts[1]["temperature"], cuts[1]["top_k"]) == (1.0, 1)
-        for mask, said in ((None, "lacks or garbles"), ([[3]] * 4, "4 sampling masks, 13 tokens and 5 of them gen")):
+        for mask, said in ((None, r"lacks.*garbles"), ([[3]] * 4, r"4 sampling masks, 13 tokens.*5 of")):
             answers.lie = lambda answer, mask=mask: answer["choices"][0].update(sampling_mask=mask)
             with pytest.raises((EngineError, CaptureError), match=said):
                 engine.generate([PROMPT], sampling, seeded())
@@ -154,12 +154,12 @@ def test_cuts_ask_for_masks_and_every_request_of_such_a_server_has_a_bound(route
     ("changes", "said"),
     [
         ({INFO: (404, b"Not Found")}, "VLLM_SERVER_DEV_MODE=1"),
-        ({INFO: []}, "lacks or garbles"),
-        ({"/weight_info": {"weight_version": None}}, "lacks or garbles"),
+        ({INFO: []}, r"lacks.*garbles"),
+        ({"/weight_info": {"weight_version": None}}, r"lacks.*garbles"),
         ({GENERATE: (404, b"Not Found")}, "--enable-scale-out"),
-        ({"/version": {"version": "0.27.3"}}, r"vLLM 0\.27\.3 does not work"),
+        ({"/version": {"version": "0.27.3"}}, r"vLLM 0\.27\.3 .*not work"),
         ({"/collective_rpc": {"results": ["/elsewhere"]}}, r"workers loaded \['/elsewhere'\]"),
-        ({"/reset_prefix_cache": {"success": False}}, "could not reset its prefix cache"),
+        ({"/reset_prefix_cache": {"success": False}}, r"not reset.*prefix cache"),
     ],
 )
 def test_what_the_server_fails_at_is_reported(routed, tmp_path, changes, said):
@@ -197,7 +197,7 @@ def test_a_server_is_never_left_paused_and_samples_nothing_with_weights_half_loa
         ("0.30.0", "scheduler_config.enable_chunked_prefill", True, "--no-enable-chunked-prefill"),
         ("0.31.0", "cache_config.enable_prefix_caching", False, "--enable-prefix-caching"),
         ("0.32.0", "parallel_config.pipeline_parallel_size", 2, "--pipeline-parallel-size 1"),
-        ("0.32.0", "kv_transfer_config.kv_connector", "NixlConnector", "another KV connector"),
+        ("0.32.0", "kv_transfer_config.kv_connector", "NixlConnector", r"another.*connector"),
     ],
     quick=3,
 )
@@ -207,7 +207,7 @@ def test_a_server_started_without_what_replay_needs_is_refused(routed, tmp_path,
     section, _, name = path.partition(".")
     settings[section][name] = value
     changes = {INFO: {"vllm_config": settings}, "/version": {"version": version}}
-    with serving(Server(**changes)) as server, pytest.raises(EngineError, match=f"must be started with {said}"):
+    with serving(Server(**changes)) as server, pytest.raises(EngineError, match=rf"started with {said}"):
         engine_at(server, routed, tmp_path)
 
 

@@ -98,7 +98,7 @@ def test_weights_that_an_engine_would_keep_or_take_twice_are_refused(routed, fol
     # under the names that transformers 5 has in memory, experts of a layer are one tensor
     with pytest.raises(ConfigError, match=r"engine.*values"):
         FolderWriter(folder).write(tmp_path / "fused", routed.model.state_dict())
-    with pytest.raises(ConfigError, match=f"'{first}' was given twice"):
+    with pytest.raises(ConfigError, match=rf"'{first}'.*twice"):
         FolderWriter(folder).write(tmp_path / "twice", [(first, weights[first])] * 2)
     with pytest.raises(ConfigError, match="weights"):
         FolderWriter(folder).write(tmp_path / "none", iter(()))

@@ -151,7 +151,7 @@ def test_what_cannot_begin_on_any_rank_is_refused_on_all_with_one_message(worker
 def test_memory_of_another_machine_or_that_cannot_be_mapped_is_refused_and_not_made_up(tmp_path):
     (tmp_path / "foreroute-folder").mkdir()
     for name, said in (
-        ("foreroute-elsewhere", "they are on different machines"),
+        ("foreroute-elsewhere", "different machines"),
         ("foreroute-folder", f"cannot map {tmp_path}/foreroute-folder: "),
     ):
         with pytest.raises(TransferError, match=re.escape(said)):

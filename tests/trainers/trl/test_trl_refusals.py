@@ -100,12 +100,12 @@ def sampled(model, *precision):
 
 REFUSED = {
     # settings; under "source", what gives a rollout_func of the model
-    "prompt tuning": ({"peft_config": PROMPT_TUNING}, ConfigError, "prompt and prefix tuning"),
+    "prompt tuning": ({"peft_config": PROMPT_TUNING}, ConfigError, r"prompt.*prefix tuning"),
     "not spread": ({"topology": TOPOLOGY}, AttachError, 'ep_implementation="foreroute'),
     "plans of nothing": ({"plan": {"tolerance": 0}}, ConfigError, "plan.*topology"),
     "no old pass to stop in": ({"sentinel": "stop", **NO_OLD_PASS}, ReplayError, r"sentinel='stop'.*log-probs"),
     "no old pass": ({"replay": "R2", **NO_OLD_PASS}, ReplayError, r"nothing.*replay"),
-    "own step": ({"cls": OwnStep}, ReplayError, "a training step without"),
+    "own step": ({"cls": OwnStep}, ReplayError, r"training step.*without"),
     "no numbers": ({"cls": bringing(lambda rows: None)}, ReplayError, "foreroute_rows"),
     "other sequence": ({"cls": bringing(lambda rows: rows.flip(0))}, BatchMismatchError, r"the sequences \[1, 0\] of"),
     "rollout before": ({"cls": bringing(lambda rows: rows - torch.tensor([1, 0]))}, ReplayError, r"rollouts \[0\]"),
@@ -133,7 +133,7 @@ def test_a_trainer_that_is_not_trls_and_a_release_without_a_hook_are_named(folde
     with pytest.raises(AttachError, match=r"derived.*trl\.GRPOTrainer"):
         type("Alone", (RoutingReplay,), {})()
     monkeypatch.delattr(trl.GRPOTrainer, "_compute_loss")
-    with pytest.raises(AttachError, match=rf"trl {trl.__version__} has no GRPOTrainer\._compute_loss"):
+    with pytest.raises(AttachError, match=rf"trl {trl.__version__} .*GRPOTrainer\._compute_loss"):
         make(folder)
 
 
@@ -147,7 +147,7 @@ def test_a_trainer_that_is_not_trls_and_a_release_without_a_hook_are_named(folde
     ("number", "fsdp_version", "own", "message"),
     [
         (1, 1, {}, "fsdp_version: 2"),
-        (2, 2, {"use_vllm": True, "vllm_mode": "server", "tools": [look_up]}, "in equal shares"),
+        (2, 2, {"use_vllm": True, "vllm_mode": "server", "tools": [look_up]}, r"equal shares"),
     ],
 )
 def test_what_was_never_tested_is_refused(number, fsdp_version, own, message, folder):

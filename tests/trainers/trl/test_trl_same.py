@@ -113,7 +113,7 @@ UNMEASURED = {
     ),
     "tools-and-rollout-func": (
         {"run": tools_runs.trained, "model": agent, "rollout_func": engaged},
-        "call the tools in the rollout_func",
+        r"tools.*rollout_func",
     ),
 }
 

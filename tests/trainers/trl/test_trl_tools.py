@@ -90,9 +90,9 @@ FIRST = [[5, 6, 7]]
 @pytest.mark.parametrize(
     ("turns", "final", "error", "message"),
     [
-        ([FIRST, [[5, 6, 8, 20, 30]]], 5, BatchMismatchError, "the beginning of none of the 1 sequences"),
+        ([FIRST, [[5, 6, 8, 20, 30]]], 5, BatchMismatchError, r"beginning.*none.*1 sequences"),
         ([FIRST, [[5, 6, 7, 20, 30]] * 2], 5, BatchMismatchError, "sequence 1 of a turn"),
-        ([FIRST], 5, BatchMismatchError, "trains on 5 tokens of sequence 0, and .* end at 3"),
+        ([FIRST], 5, BatchMismatchError, r"5 tokens.*sequence 0, .*end at 3"),
         ([], 3, ReplayError, "past _generate_single_turn"),
     ],
     ids=["other-tokens", "twice", "missing", "no-turn"],

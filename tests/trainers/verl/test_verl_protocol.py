@@ -51,8 +51,8 @@ def test_routes_come_out_where_they_went_in_and_go_back_as_they_were_where_the_f
     nothing = DecisionStream.absent(2**31 - 1, trace.num_rows, layers=[RoutedLayer(0)])
     gap = dataclasses.replace(trace, valid_N=trace.valid_N & (np.arange(trace.num_rows) != 1))
     for wrong, message in (
-        (trace.with_stream("indexer", nothing), "choices of indexers, and verl has no field"),
-        (gap, "sequence 0 has no route at position 1, and one behind it"),
+        (trace.with_stream("indexer", nothing), r"indexers, and.*no field"),
+        (gap, r"sequence 0 has no.*position 1, .*behind"),
     ):
         with pytest.raises(CaptureError, match=message):
             routed_experts(wrong, batch)
@@ -117,7 +117,7 @@ def test_tokens_entries_and_rows_that_trained_tokens_depend_on_are_those_of_a_lo
         max([p for s, p, *_, trained in expected if trained and s == number], default=0) for number in range(len(pairs))
     ]
     missing = [(s, rows[s], last[s]) for s in range(len(pairs)) if rows[s] < last[s]]
-    said = "sequence {} .* no route at position {}, and trains on tokens up to position {}"
+    said = r"sequence {} .*no route.*position {}, .*position {}"
     refused = pytest.raises(ReplayError, match=said.format(*missing[0])) if missing else nullcontext()
     with refused:
         require_routed(trace, batch)

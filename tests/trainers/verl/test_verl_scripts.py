@@ -149,9 +149,9 @@ def test_verl_asks_where_it_validates_a_configuration(monkeypatch):
 
 def test_sampling_that_the_trainer_does_not_score_on_is_warned_of():
     lines = [*SCRIPTS["qwen3_30b_a3b_fsdp"][1], *LINES["fsdp"], ROUTES]
-    for engine, remedy in (("vllm", r"name foreroute\.trainers\.verl\.sampling_masks"), ("sglang", "leave them out$")):
+    for engine, remedy in (("vllm", r"name foreroute\.trainers\.verl\.sampling_masks"), ("sglang", "leave them.*out$")):
         cut = [f"{ROLLOUT}.name={engine}", f"{ROLLOUT}.top_p=0.9", f"{ROLLOUT}.top_k=40"]
-        with pytest.warns(UserWarning, match=rf"top_p=0\.9, top_k=40 leave tokens out.*{remedy}"):
+        with pytest.warns(UserWarning, match=rf"top_p=0\.9, top_k=40 .*{remedy}"):
             require_script(composed("fsdp", *lines, *cut))
 
 
