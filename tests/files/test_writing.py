@@ -13,8 +13,8 @@ import pytest
 from fsspec.implementations.memory import MemoryFileSystem
 
 from foreroute.errors import InputError, TraceFileError
-from foreroute.files.container import TensorFile, as_place, tensors_to_bytes
-from foreroute.files.places import names_in, open_at, write_at
+from foreroute.files.container import TensorFile, as_location, tensors_to_bytes
+from foreroute.files.locations import names_in, open_at, write_at
 from foreroute.files.regular import open_regular, parse_json, read_file, read_text
 from foreroute.files.writing import write_atomically, writing_named
 
@@ -119,8 +119,8 @@ def test_what_can_be_no_file_is_one_error(tmp_path, name):
 
 
 def test_a_place_is_a_path_or_a_url_and_what_fails_at_one_leaves_nothing_and_is_one_error():
-    assert as_place("a/b", InputError) == as_place("file://a/b", InputError) == Path("a/b")
-    assert as_place("memory://a/b", InputError) == "memory://a/b"
+    assert as_location("a/b", InputError) == as_location("file://a/b", InputError) == Path("a/b")
+    assert as_location("memory://a/b", InputError) == "memory://a/b"
 
     def interrupted(file):
         file.write(b"half")

@@ -97,9 +97,9 @@ def _logprobs_on(context: CheckContext, sets: Sequence[NDArray[np.int64]]) -> ND
     model = context.untouched()
     of_set = []
     # the untouched model scores one token at a place, so each token of a set is put there once, and summed here
-    for place in range(OTHERS + 1):
+    for index in range(OTHERS + 1):
         changed = tuple(
-            np.append(tokens[:-1], own[place]).astype(np.int32)
+            np.append(tokens[:-1], own[index]).astype(np.int32)
             for tokens, own in zip(base.sequences, sets, strict=True)
         )
         of_set.append(model.forward(replace(base, sequences=changed), grad=False).seen.logprobs_R[ends])

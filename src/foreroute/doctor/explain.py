@@ -90,25 +90,25 @@ def explain(
         chosen = worst[part]
         own_S |= {s: native_S[s] - each for s, each in zip(chosen.tolist(), run.own(chosen), strict=True)}
         routing_S = {s: native_S[s] - replayed_S[s] for s in chosen.tolist()}
-        places = {s: int(np.argmax(np.abs(each))) for s, each in routing_S.items()}
+        indices = {s: int(np.argmax(np.abs(each))) for s, each in routing_S.items()}
         largest: dict[int, tuple[int, int] | None] = {}
-        for s, place in places.items():
-            is_own = abs(own_S[s][place]) >= abs(routing_S[s][place]) / 2
-            largest[s] = _largest_flip(flips_S[s], run.position(s, place) - 1, is_own)
+        for s, index in indices.items():
+            is_own = abs(own_S[s][index]) >= abs(routing_S[s][index]) / 2
+            largest[s] = _largest_flip(flips_S[s], run.position(s, index) - 1, is_own)
         without = run.with_one_flip_less(chosen, list(largest.values()))
-        for (s, place), other in zip(places.items(), without, strict=True):
+        for (s, index), other in zip(indices.items(), without, strict=True):
             flip = largest[s]
             tokens.append(
                 WorstToken(
                     sequence=s,
-                    position=run.position(s, place),
-                    gap=float(native_S[s][place] - engine_S[s][place]),
-                    routing=float(routing_S[s][place]),
-                    own=float(own_S[s][place]),
+                    position=run.position(s, index),
+                    gap=float(native_S[s][index] - engine_S[s][index]),
+                    routing=float(routing_S[s][index]),
+                    own=float(own_S[s][index]),
                     flip=flip,
                     is_root=flip is not None and bool(run.root_S[s][flip]),
-                    of_flip=float(native_S[s][place] - other[place]),
-                    num_flips=int(run.flip_S[s][: run.position(s, place)].sum()),
+                    of_flip=float(native_S[s][index] - other[index]),
+                    num_flips=int(run.flip_S[s][: run.position(s, index)].sum()),
                 )
             )
     total, count = sum(map(len, weights_S)), len(generation)
@@ -174,9 +174,9 @@ class _Runner:
         self.flip_S = [flips_BTL[s, :length] for s, length in enumerate(lengths)]
         self.root_S = [roots_BTL[s, :length] for s, length in enumerate(lengths)]
 
-    def position(self, sequence: int, place: int) -> int:
+    def position(self, sequence: int, index: int) -> int:
         """Give the position of a sampled token, whose logits are of the one before it."""
-        return int(self._sampled_S[sequence][place])
+        return int(self._sampled_S[sequence][index])
 
     def has_own_flip(self, sequence: int) -> NDArray[np.bool_]:
         """Bool [R], the sampled tokens of a sequence whose logits are of a position with a flip."""

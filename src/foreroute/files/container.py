@@ -23,7 +23,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from foreroute.errors import InputError, few, shown
-from foreroute.files.places import open_at, write_at
+from foreroute.files.locations import open_at, write_at
 from foreroute.files.regular import HEAD_BYTES, as_path, it_is, open_regular, parse_json, reason
 from foreroute.files.writing import write_atomically, writing_named
 
@@ -43,11 +43,11 @@ KEY = "foreroute."
 Others are anybody's, and no part of the checksum."""
 
 
-def as_place(place: str | os.PathLike[str], error: type[InputError]) -> Path | str:
+def as_location(location: str | os.PathLike[str], error: type[InputError]) -> Path | str:
     """Return a path, or the URL that this is: text with "://" that does not begin with `file://`."""
-    if isinstance(place, str) and "://" in place and not place.startswith("file://"):
-        return place
-    return as_path(place.removeprefix("file://") if isinstance(place, str) else place, error)
+    if isinstance(location, str) and "://" in location and not location.startswith("file://"):
+        return location
+    return as_path(location.removeprefix("file://") if isinstance(location, str) else location, error)
 
 
 @dataclass(frozen=True)
@@ -145,7 +145,7 @@ class FileFormat:
         overwrite: bool,
     ) -> Path | str:
         """Write a file to a path or a URL, the whole file or nothing, and return which."""
-        target, complete = as_place(path, self.error), self._complete(metadata, tensors)
+        target, complete = as_location(path, self.error), self._complete(metadata, tensors)
         if isinstance(target, str):
             write_at(target, lambda file: _write_tensors(file, complete, tensors), self.error, overwrite=overwrite)
             return target
@@ -225,8 +225,8 @@ class TensorFile:
         self._error, self.name = error, str(source) if self._was_opened_here else name
         self._file: Any = given
         if self._was_opened_here:
-            place = as_place(given, error)
-            self._file = open_at(place, error) if isinstance(place, str) else open_regular(place, error)
+            location = as_location(given, error)
+            self._file = open_at(location, error) if isinstance(location, str) else open_regular(location, error)
         try:
             with self._reading():
                 self._size = self._file.seek(0, os.SEEK_END)

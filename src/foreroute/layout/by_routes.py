@@ -1,6 +1,6 @@
 """Packing by routes: which sequences share a micro-step, so that experts at their homes are level. Compiled.
 
-A micro-step counts once for each expert-parallel group here: M are those of all groups, P = M * G their places.
+A micro-step counts once for each expert-parallel group here: M are those of all groups, W = M * G their bins.
 """
 
 from __future__ import annotations
@@ -51,70 +51,70 @@ class PackingCertificate:
 def pack_by_routes(
     counts: ArrayLike,  # integers [S, L, E], assignments of each sequence
     homes: ArrayLike | None,  # integers [L, E], the rank of each expert in its group; None: blocks of experts
-    place_S: NDArray[np.int64],  # to begin with, micro-step * ranks of all groups + rank
+    bin_S: NDArray[np.int64],  # to begin with, micro-step * ranks of all groups + rank
     tokens_S: NDArray[np.int64],
     cost_S: NDArray[np.float64],  # attention
     *,
     num_micro_steps: int,  # of each group
     num_ranks: int,  # of all groups
-    token_budget: int | None,  # None: what the fullest place holds
+    token_budget: int | None,  # None: what the fullest bin holds
     groups: int = 1,
     stay: bool = False,  # sequences stay on their rank; experts may be on another number of ranks then
-    padded: bool = False,  # sequences take as much as the longest one of their place
+    padded: bool = False,  # sequences take as much as the longest one of their bin
 ) -> tuple[NDArray[np.int64], PackingCertificate]:
-    """Return the place of each sequence as `place_S` has them, and the certificate."""
-    num_places, ranks = num_micro_steps * num_ranks, num_ranks // groups
+    """Return the bin of each sequence as `bin_S` has them, and the certificate."""
+    num_bins, ranks = num_micro_steps * num_ranks, num_ranks // groups
     rows_S = _rows_by_rank(counts, homes, tokens_S, ranks, stay)
-    placed_S, size = place_S.copy(), len(tokens_S)
-    held_P, dear_P = np.zeros(num_places, np.int64), np.zeros(num_places, np.float64)
-    for total_P, each_S in ((held_P, tokens_S), (dear_P, cost_S)):
-        (np.maximum if padded else np.add).at(total_P, place_S, each_S)
+    found_S, size = bin_S.copy(), len(tokens_S)
+    held_W, dear_W = np.zeros(num_bins, np.int64), np.zeros(num_bins, np.float64)
+    for total_W, each_S in ((held_W, tokens_S), (dear_W, cost_S)):
+        (np.maximum if padded else np.add).at(total_W, bin_S, each_S)
         if padded:
-            total_P *= np.bincount(place_S, minlength=num_places)
-    fullest = int(held_P.argmax())
-    if token_budget is not None and held_P[fullest] > token_budget:
+            total_W *= np.bincount(bin_S, minlength=num_bins)
+    fullest = int(held_W.argmax())
+    if token_budget is not None and held_W[fullest] > token_budget:
         micro_step, rank = divmod(fullest, num_ranks)
         raise LayoutError(
-            f"micro-step {micro_step} of rank {rank} holds {held_P[fullest]} tokens and the budget is {token_budget}; "
+            f"micro-step {micro_step} of rank {rank} holds {held_W[fullest]} tokens and the budget is {token_budget}; "
             "leave the budget out, so that none gets more than the fullest has"
         )
-    dearest_M = dear_P.reshape(-1, ranks).max(axis=1)
+    dearest_M = dear_W.reshape(-1, ranks).max(axis=1)
     dearest = float(dearest_M.sum())
-    longest_M = held_P.reshape(-1, ranks).max(axis=1)
-    order_S = np.lexsort((tokens_S, place_S % num_ranks)) if stay else np.argsort(tokens_S, kind="stable")
+    longest_M = held_W.reshape(-1, ranks).max(axis=1)
+    order_S = np.lexsort((tokens_S, bin_S % num_ranks)) if stay else np.argsort(tokens_S, kind="stable")
     spot_S = np.empty(size, np.int64)
     spot_S[order_S] = np.arange(size)
-    load_M = np.zeros((num_places // ranks, *rows_S.shape[1:]), np.int32)
+    load_M = np.zeros((num_bins // ranks, *rows_S.shape[1:]), np.int32)
     slowest_2M = np.zeros((2, len(load_M)), np.int64)
     alike = -(-size // ranks) if stay else size  # sequences that one may be exchanged for
     window = max(1, min(alike, max(16, alike // 4)))
-    places = SimpleNamespace(  # what a search goes by; see by_routes.cpp
-        place_S=placed_S,
+    bins = SimpleNamespace(  # what a search goes by; see by_routes.cpp
+        bin_S=found_S,
         order_S=order_S,
         spot_S=spot_S,
         tokens_S=tokens_S,
         cost_S=cost_S,
-        held_P=held_P,
-        dear_P=dear_P,
+        held_W=held_W,
+        dear_W=dear_W,
         dearest_M=dearest_M,
         longest_M=longest_M,
         most_dear=(1 + MOST_DEARER) * dearest,
         most_long=int((1 + MOST_DEARER) * longest_M.sum()),
-        token_budget=int(held_P[fullest]) if token_budget is None else token_budget,
+        token_budget=int(held_W[fullest]) if token_budget is None else token_budget,
         window=window,
         work=min(WORK, TRIES * size * min(size, 2 * window) * load_M[0].size),
         ranks=ranks,
         padded=padded,
         stay=stay,
     )
-    _exchange(places, rows_S, load_M, slowest_2M)
+    _exchange(bins, rows_S, load_M, slowest_2M)
     before_G, after_G = slowest_2M.reshape(2, num_micro_steps, groups).sum(axis=1)
     if groups > 1:
-        after_G = _level_groups(placed_S, slowest_2M[1], groups, ranks)
-    attention = float(dear_P.reshape(-1, ranks).max(axis=1).sum()) / dearest if dearest else 1.0
+        after_G = _level_groups(found_S, slowest_2M[1], groups, ranks)
+    attention = float(dear_W.reshape(-1, ranks).max(axis=1).sum()) / dearest if dearest else 1.0
     # a search that is cut short may end above where it began
     if after_G.max() > before_G.max():
-        placed_S, after_G, attention = place_S, before_G, 1.0
+        found_S, after_G, attention = bin_S, before_G, 1.0
     bound = int(load_M.sum(axis=0, dtype=np.int64).max(axis=1).sum())
     certificate = PackingCertificate(
         bound=-(-bound // groups),
@@ -122,7 +122,7 @@ def pack_by_routes(
         by_length=int(before_G.max()),
         attention=attention,
     )
-    return placed_S, certificate
+    return found_S, certificate
 
 
 def _rows_by_rank(
@@ -169,9 +169,7 @@ def _rows_by_rank(
     return rows_S
 
 
-def _level_groups(
-    place_S: NDArray[np.int64], slowest_M: NDArray[np.int64], groups: int, ranks: int
-) -> NDArray[np.int64]:
+def _level_groups(bin_S: NDArray[np.int64], slowest_M: NDArray[np.int64], groups: int, ranks: int) -> NDArray[np.int64]:
     """Give whole micro-steps to groups, as many to each, so that their sums are level; return these sums."""
     # groups meet at the end of the step alone, so that a micro-step may be of any of them
     group_M = np.arange(len(slowest_M)) % groups
@@ -189,7 +187,7 @@ def _level_groups(
         group_M[[give[m], n]] = group_M[[n, give[m]]]
     moved_M = np.empty(len(slowest_M), np.int64)
     moved_M[np.argsort(group_M, kind="stable")] = np.arange(len(slowest_M)).reshape(-1, groups).T.ravel()
-    place_S[:] = moved_M[place_S // ranks] * ranks + place_S % ranks
+    bin_S[:] = moved_M[bin_S // ranks] * ranks + bin_S % ranks
     return sum_G
 
 
@@ -199,13 +197,13 @@ _sum_rows = compiled("rows_by_rank", ArrayOf(np.int32, 3), ArrayOf(np.int64, 2),
 _exchange = compiled(
     "exchange_sequences",
     StructOf(
-        place_S=_FILLED,
+        bin_S=_FILLED,
         order_S=_READ,
         spot_S=_READ,
         tokens_S=_READ,
         cost_S=ArrayOf(np.float64, 1),
-        held_P=_FILLED,
-        dear_P=ArrayOf(np.float64, 1, filled=True),
+        held_W=_FILLED,
+        dear_W=ArrayOf(np.float64, 1, filled=True),
         dearest_M=ArrayOf(np.float64, 1, filled=True),
         longest_M=_FILLED,
         most_dear=FLOAT,

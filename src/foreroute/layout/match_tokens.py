@@ -58,15 +58,15 @@ def order_by_tokens(trace: RoutingTrace, sequences: Iterable[NDArray[Any]]) -> N
     Sequences of equal tokens are given out in the order of the trace, each once while there is another. One whose last
     row has no route may be met without its last token.
     """
-    places: dict[bytes, deque[int]] = defaultdict(deque)
+    numbers: dict[bytes, deque[int]] = defaultdict(deque)
     for s in range(len(trace)):
-        places[_key(trace.tokens(s))].append(s)
+        numbers[_key(trace.tokens(s))].append(s)
     for s in np.flatnonzero(trace.lengths > 0).tolist():
         if not trace.valid_N[trace.offsets[s + 1] - 1]:
-            places[_key(trace.tokens(s)[:-1])].append(s)
+            numbers[_key(trace.tokens(s)[:-1])].append(s)
     order = []
     for token_ids in sequences:
-        found = places.get(_key(token_ids))
+        found = numbers.get(_key(token_ids))
         if found is None:
             return None
         order.append(found.popleft() if len(found) > 1 else found[0])

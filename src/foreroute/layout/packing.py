@@ -19,7 +19,7 @@ from foreroute.trace.checks import as_offsets
 
 @dataclass(frozen=True, eq=False)
 class Packing:
-    """The place of each of S sequences.
+    """The micro-step and rank of each of S sequences.
 
     Attributes:
         micro_step_S: int32 [S], from 0.
@@ -71,7 +71,7 @@ def pack_sequences(
     """Deal whole sequences to ranks and micro-steps, so that the ranks of a micro-step take equally long.
 
     A sequence of n tokens costs n + `square_cost` * n**2, for projections and the attention core. The dearest goes
-    first, each to the cheapest of all M * G places that has room. M is such that dealing to one micro-step fewer fails.
+    first, each to the cheapest of all M * G bins that has room. M is such that dealing to one micro-step fewer fails.
 
     With `counts`, pairs of sequences are exchanged then, while the sum over micro-steps and layers of the rank whose
     experts get most falls. The budget holds, M stays, and attention grows by 0.5 % at most, as do tokens of the longest
@@ -103,17 +103,17 @@ def pack_sequences(
     if num_ranks % groups:
         raise LayoutError(f"{num_ranks} ranks make no {groups} equal groups; expected a divisor")
     longest_first = np.argsort(-tokens_S, kind="stable")  # which is the dearest first
-    places, num_micro_steps = _deal(
+    bins, num_micro_steps = _deal(
         tokens_S[longest_first].tolist(), cost_S[longest_first].tolist(), num_ranks, token_budget
     )
-    place_S = np.empty(len(tokens_S), np.int64)
-    place_S[longest_first] = places
+    bin_S = np.empty(len(tokens_S), np.int64)
+    bin_S[longest_first] = bins
     certificate = None
     if counts is not None:
-        place_S, certificate = pack_by_routes(
+        bin_S, certificate = pack_by_routes(
             counts,
             homes,
-            place_S,
+            bin_S,
             tokens_S,
             cost_S,
             num_micro_steps=num_micro_steps,
@@ -121,7 +121,7 @@ def pack_sequences(
             token_budget=token_budget,
             groups=groups,
         )
-    micro_step_S, rank_S = np.divmod(place_S, num_ranks)
+    micro_step_S, rank_S = np.divmod(bin_S, num_ranks)
     return Packing(micro_step_S.astype(np.int32), rank_S.astype(np.int32), num_micro_steps, num_ranks, certificate)
 
 
@@ -154,7 +154,7 @@ def exchange_sequences(
         keep_ranks: False where nobody has the sequences yet: pairs change ranks too, which finds up to 0.3 % more.
 
     Raises:
-        LayoutError: for lengths, counts or homes that do not fit, places beyond the packing's own, and a micro-batch
+        LayoutError: for lengths, counts or homes that do not fit, bins beyond the packing's own, and a micro-batch
             above the budget.
         ConfigError: for a negative cost.
     """
@@ -170,7 +170,7 @@ def exchange_sequences(
             )
     if token_budget is not None:
         check_count(token_budget, name="the token budget", least=0)
-    place_S, certificate = pack_by_routes(
+    bin_S, certificate = pack_by_routes(
         counts,
         homes,
         packing.micro_step_S.astype(np.int64) * num_ranks + packing.rank_S,
@@ -182,7 +182,7 @@ def exchange_sequences(
         stay=keep_ranks,
         padded=padded,
     )
-    micro_step_S, rank_S = (each.astype(np.int32) for each in np.divmod(place_S, num_ranks))
+    micro_step_S, rank_S = (each.astype(np.int32) for each in np.divmod(bin_S, num_ranks))
     return Packing(micro_step_S, rank_S, num_micro_steps, num_ranks, certificate)
 
 
@@ -241,25 +241,25 @@ def _halve_heaviest(bounds: list[int], sums: NDArray[np.int64]) -> list[int]:
 
 
 def _deal(tokens: list[int], costs: list[float], num_ranks: int, token_budget: int) -> tuple[list[int], int]:
-    """Return the place of each sequence, micro-step * G + rank, and the number of micro-steps."""
+    """Return the bin of each sequence, micro-step * G + rank, and the number of micro-steps."""
     # by tokens more fit into tight budgets
     weightings: list[list[Any]] = [costs] if costs == tokens else [costs, tokens]
 
     @cache  # the number that is found was tried before
     def dealt(micro_steps: int) -> list[int] | None:
         for weights in weightings:
-            places = _to_lightest(tokens, weights, token_budget, micro_steps * num_ranks)
-            if places is not None:
-                return places
+            bins = _to_lightest(tokens, weights, token_budget, micro_steps * num_ranks)
+            if bins is not None:
+                return bins
         return None
 
     # no packing has fewer micro-steps: all tokens have to fit, and two sequences above half the budget never do
     alone = sum(2 * count > token_budget for count in tokens)
     fewest = max(1, -(-sum(tokens) // max(1, num_ranks * token_budget)), -(-alone // num_ranks))
     num_micro_steps = _first_that_works(fewest, dealt)
-    places = dealt(num_micro_steps)
-    assert places is not None, "the number was found by dealing"
-    return places, num_micro_steps
+    bins = dealt(num_micro_steps)
+    assert bins is not None, "the number was found by dealing"
+    return bins, num_micro_steps
 
 
 def _first_that_works(least: int, attempt: Callable[[int], list[int] | None]) -> int:
@@ -278,29 +278,29 @@ def _first_that_works(least: int, attempt: Callable[[int], list[int] | None]) ->
 def _to_lightest(
     tokens: list[int],  # of each sequence, descending: where one found no room, only a later and shorter one can
     weights: list[Any],  # of each sequence
-    token_budget: int,  # most tokens of a place
-    places: int,  # number of places
+    token_budget: int,  # most tokens of a bin
+    bins: int,  # number of bins
 ) -> list[int] | None:
-    """Give each sequence in turn to the first of the lightest places with room; None when one has room nowhere."""
-    held = [0] * places
+    """Give each sequence in turn to the first of the lightest bins with room; None when one has room nowhere."""
+    held = [0] * bins
     chosen: list[int] = []
-    opened = 0  # places from here on are empty
+    opened = 0  # bins from here on are empty
     lightest: list[tuple[float, int]] = []  # a heap by weight; those that may have room
     full: list[tuple[int, float, int]] = []  # a heap by tokens held; none had room for the sequence before
     for count, weight in zip(tokens, weights, strict=True):
         while full and full[0][0] + count <= token_budget:
-            _, filled, place = heapq.heappop(full)
-            heapq.heappush(lightest, (filled, place))
+            _, filled, number = heapq.heappop(full)
+            heapq.heappush(lightest, (filled, number))
         while lightest and held[lightest[0][1]] + count > token_budget:
-            filled, place = heapq.heappop(lightest)
-            heapq.heappush(full, (held[place], filled, place))
-        if opened < places and (not lightest or lightest[0][0] > 0):
-            filled, place, opened = 0.0, opened, opened + 1
+            filled, number = heapq.heappop(lightest)
+            heapq.heappush(full, (held[number], filled, number))
+        if opened < bins and (not lightest or lightest[0][0] > 0):
+            filled, number, opened = 0.0, opened, opened + 1
         elif lightest:
-            filled, place = heapq.heappop(lightest)
+            filled, number = heapq.heappop(lightest)
         else:
             return None
-        heapq.heappush(lightest, (filled + weight, place))
-        held[place] += count
-        chosen.append(place)
+        heapq.heappush(lightest, (filled + weight, number))
+        held[number] += count
+        chosen.append(number)
     return chosen

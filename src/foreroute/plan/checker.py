@@ -93,9 +93,9 @@ def _check_packing(plan: StepPlan) -> None:
             f"sequences are packed into {sizes[0]} micro-steps on {sizes[1]} ranks, with the digest "
             f"{plan.tokens_digest or 'of no tokens'}; the plan has {plan.shape[0]} on {plan.topology.num_ranks}"
         )
-    for what, place_S, size in zip(("micro-step", "rank"), (packing.micro_step_S, packing.rank_S), sizes, strict=True):
-        if len(place_S) and (place_S.min() < 0 or place_S.max() >= size):
-            raise PlanError(f"sequences are packed into {what}s {place_S.min()} to {place_S.max()} of {size}")
+    for what, of_S, size in zip(("micro-step", "rank"), (packing.micro_step_S, packing.rank_S), sizes, strict=True):
+        if len(of_S) and (of_S.min() < 0 or of_S.max() >= size):
+            raise PlanError(f"sequences are packed into {what}s {of_S.min()} to {of_S.max()} of {size}")
 
 
 def _check_figures(plan: StepPlan) -> None:

@@ -143,8 +143,8 @@ struct Scheduler {
     Scratch<int32_t, 2> served_GE;                   // by replicas
     Scratch<int64_t, 1> start_E, mine_E, start_R;    // this rank's assignments: those of homes, and of replicas
     Scratch<int64_t, 2> tokens_SG, arrived_SG, computed_SG;
-    Scratch<int64_t, 1> place_S;
-    Scratch<int64_t, 1> source_R, target_R, round_R, place_R;  // in the order of order_R
+    Scratch<int64_t, 1> position_S;
+    Scratch<int64_t, 1> source_R, target_R, round_R, position_R;  // in the order of order_R
     Scratch<int64_t, 3> edge_at;
 
     // `most` is the number of replicas of the largest cell.
@@ -155,7 +155,7 @@ struct Scheduler {
           member_GS(num_ranks, num_home), order_R(most), nth_R(most), first_G(num_ranks + 1),
           served_GE(num_ranks, num_experts), start_E(num_experts), mine_E(num_experts), start_R(most),
           tokens_SG(most_groups, num_ranks), arrived_SG(most_groups, num_ranks), computed_SG(most_groups, num_ranks),
-          place_S(num_home), source_R(most), target_R(most), round_R(most), place_R(most),
+          position_S(num_home), source_R(most), target_R(most), round_R(most), position_R(most),
           edge_at(2, num_ranks, most) {}
 
     // The first array of a cell that names what is not there: homes, as many on every rank; experts, ranks and slots of
@@ -241,12 +241,12 @@ struct Scheduler {
     void send(const Cell &cell) {
         // sorted by expert, and those of an expert go to its home first, then to its replicas
         Scratch<int64_t, 1> cursor_E(num_experts);
-        int64_t place = 0;
+        int64_t offset = 0;
         for (int64_t e = 0; e < num_experts; ++e) {
             mine_E(e) = to_home(cell, rank, e);
-            start_E(e) = place;
-            cursor_E(e) = place + mine_E[e];
-            place += cell.counts_GE(rank, e);
+            start_E(e) = offset;
+            cursor_E(e) = offset + mine_E[e];
+            offset += cell.counts_GE(rank, e);
         }
         for (int64_t i = 0; i < cell.num_replicas; ++i) {
             const int64_t r = order_R[i], e = cell.expert_R[r];  // in ascending order of rank
@@ -306,16 +306,16 @@ struct Scheduler {
         if (home_rows == 0) rows_S(0) = 1;
         if (replica_rows == 0 && num_groups > num_home) rows_S(num_home) = 1;
         out.num_groups_C(c) = num_groups;
-        int64_t place = 0;
+        int64_t offset = 0;
         for (int64_t s = 0; s < num_groups; ++s) {
-            const int64_t end = place + rows_S[s];
+            const int64_t end = offset + rows_S[s];
             for (int64_t g = 0; g < num_ranks; ++g) {
-                computed_SG(s, g) = place;
+                computed_SG(s, g) = offset;
                 append(out.expert_segments, ends[1], arrived_SG(s, g), tokens_SG(s, g));
-                place += tokens_SG(s, g);
+                offset += tokens_SG(s, g);
             }
-            append(out.expert_segments, ends[1], total, end - place);
-            place = end;
+            append(out.expert_segments, ends[1], total, end - offset);
+            offset = end;
         }
         for (int64_t g = 0; g < num_ranks; ++g) {
             for (int64_t s = 0; s < num_groups; ++s) {
@@ -326,14 +326,14 @@ struct Scheduler {
 
     // Place the gradients that come home in order of (row, peer); replicas are in order of their rank already.
     void place_gradients(const Cell &cell) {
-        place_S.fill(0);
+        position_S.fill(0);
         for (int64_t i = 0; i < cell.num_replicas; ++i) {
             const int64_t row = home_row_E[cell.expert_R[order_R[i]]];
-            if (source_R[i] == rank && row + 1 < num_home) ++place_S(row + 1);
+            if (source_R[i] == rank && row + 1 < num_home) ++position_S(row + 1);
         }
-        for (int64_t s = 1; s < num_home; ++s) place_S(s) += place_S[s - 1];
+        for (int64_t s = 1; s < num_home; ++s) position_S(s) += position_S[s - 1];
         for (int64_t i = 0; i < cell.num_replicas; ++i) {
-            if (source_R[i] == rank) place_R(i) = place_S(home_row_E[cell.expert_R[order_R[i]]])++;
+            if (source_R[i] == rank) position_R(i) = position_S(home_row_E[cell.expert_R[order_R[i]]])++;
         }
     }
 
@@ -361,7 +361,7 @@ struct Scheduler {
                 made.row = home_row_E[cell.expert_R[r]];
                 made.peer = peer;
                 made.slot = cell.slot_R[r];
-                made.position = end == 0 ? place_R[i] : nth_R[r];
+                made.position = end == 0 ? position_R[i] : nth_R[r];
                 made.by_host = peer / memory_ranks == rank / memory_ranks;
             }
         }

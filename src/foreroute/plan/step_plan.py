@@ -102,8 +102,8 @@ class StepPlan:
     def tensors(self) -> dict[str, NDArray[Any]]:
         """The arrays that `TENSORS` declares."""
         packing = self.packing
-        places = ((), ()) if packing is None else (packing.micro_step_S, packing.rank_S)
-        micro_step_S, sequence_rank_S = (np.asarray(place, np.int32) for place in places)
+        packed = ((), ()) if packing is None else (packing.micro_step_S, packing.rank_S)
+        micro_step_S, sequence_rank_S = (np.asarray(each_S, np.int32) for each_S in packed)
         return {
             "previous_home_LE": self.previous_home_LE,
             **self.hosts._asdict(),

@@ -47,13 +47,13 @@ class PricedOptions:
     ) -> None:
         """Give cells of some layers, from `first_layer` on, other replicas in `hosts` where that is faster."""
         refined = []
-        for place in range(len(hosts.home_LE)):
-            layer = first_layer + place
-            cells = [hosts.cell(m, place) for m in range(len(max_load_ML))]
+        for index in range(len(hosts.home_LE)):
+            layer = first_layer + index
+            cells = [hosts.cell(m, index) for m in range(len(max_load_ML))]
             if self._open:
                 self._decide(layer, cells[0])
             cells = self._refined(cells, layer, self._on_L[layer], self._prices)
-            refined.append(Hosts.of_cells(hosts.home_LE[place : place + 1], cells))
+            refined.append(Hosts.of_cells(hosts.home_LE[index : index + 1], cells))
             count_planned(len(cells))
         found = Hosts.side_by_side(refined)
         hosts.write(0, found)

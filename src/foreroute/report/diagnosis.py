@@ -272,10 +272,10 @@ def _carried_by_layer(found: Attribution, layers: Sequence[RoutedLayer]) -> Plot
         y_label="share of k3",
     )
     axes, colour = new_axes(), SIDE_COLOURS["native"]
-    places = np.arange(len(found.carried_L))
+    at_L = np.arange(len(found.carried_L))
     carried_L, began_L = found.carried_L / found.k3, found.began_L / found.k3
-    axes.bar(places, carried_L, color=colour, alpha=0.4, width=0.7)
-    axes.bar(places, began_L, color=colour, width=0.4)
+    axes.bar(at_L, carried_L, color=colour, alpha=0.4, width=0.7)
+    axes.bar(at_L, began_L, color=colour, width=0.4)
     axes.axhline(0, color=INK, linewidth=0.8)
     number_layers(axes.xaxis, layers)
     percent_ticks(axes.yaxis)

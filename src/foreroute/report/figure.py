@@ -163,15 +163,15 @@ def stacked_bars(
     # A part below a thousandth of the longest bar would be thinner than a line.
     shown = [(x, name) for x, name in enumerate(colours) if widths_BX[:, x].max() > 1e-3 * totals_B.max()]
     # a heading takes the room of a bar
-    places_B = np.array([place + sum(first <= place for first in headings) for place in range(len(bars))], np.float64)
+    at_B = np.array([at + sum(first <= at for first in headings) for at in range(len(bars))], np.float64)
     axes = new_axes((INCHES[0], max(INCHES[1], 0.8 + BAR_INCHES * (len(bars) + len(headings)))))
     left_B = np.zeros(len(bars))
     for x, name in shown:
-        axes.barh(places_B, widths_BX[:, x] / unit_s, left=left_B, color=colours[name], height=0.66)
+        axes.barh(at_B, widths_BX[:, x] / unit_s, left=left_B, color=colours[name], height=0.66)
         left_B += widths_BX[:, x] / unit_s
-    for place, total in zip(places_B, totals_B, strict=True):
+    for at, total in zip(at_B, totals_B, strict=True):
         axes.annotate(
-            step_time(total), (total / unit_s, place), xytext=(5, 0), textcoords="offset points", va="center",
+            step_time(total), (total / unit_s, at), xytext=(5, 0), textcoords="offset points", va="center",
             fontsize=9.5, color=INK, bbox={"facecolor": "white", "edgecolor": "none", "pad": 0.4},
         )  # fmt: skip
     for first, heading in headings.items():

@@ -70,8 +70,8 @@ class Table:
 
     def column(self, heading: str) -> list[str]:
         """The cells below a heading, from the top."""
-        place = [column.heading for column in self.columns].index(heading)
-        return [row.cells[place] for row in self.rows]
+        index = [column.heading for column in self.columns].index(heading)
+        return [row.cells[index] for row in self.rows]
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -187,7 +187,7 @@ def write_report(runs: Sequence[Run], target: Path) -> Path:
 def _page(runs: Sequence[Run]) -> Page:
     from foreroute.report.run_plots import rank_load_plots, run_key, run_plots
 
-    names = tuple(run_key(runs, place) for place in range(len(runs)))
+    names = tuple(run_key(runs, index) for index in range(len(runs)))
     colours = [key.colour or "" for key in names]
     looks_wrong = any(step.suspicions for run in runs for step in run.steps)
     sections = [

@@ -356,7 +356,7 @@ def _keys(runs: Sequence[Run], series: Sequence[Series]) -> tuple[Key, ...]:
     drawn = sorted({line.run for line in series})
     sides = [side for side in SIDES if any(line.side == side for line in series)]
     several = drawn if len(runs) > 1 else []
-    of_runs = [Key(runs[place].label, None, dashes_of(place)) if sides else run_key(runs, place) for place in several]
+    of_runs = [Key(runs[index].label, None, dashes_of(index)) if sides else run_key(runs, index) for index in several]
     return (*(Key(SIDE_WORDS[side], SIDE_COLOURS[side]) for side in sides), *of_runs)
 
 
@@ -368,7 +368,7 @@ def run_key(runs: Sequence[Run], position: int) -> Key:
 
 def _notes(runs: Sequence[Run], series: Sequence[Series]) -> tuple[str, ...]:
     drawn = {line.run for line in series}
-    silent = [run.label for place, run in enumerate(runs) if place not in drawn]
+    silent = [run.label for index, run in enumerate(runs) if index not in drawn]
     notes = [f"Not recorded by: {', '.join(f'“{name}”' for name in silent)}."] if silent else []
     # matplotlib leaves these out silently
     lost = sum(int((~np.isfinite(line.y)).sum()) for line in series)

@@ -92,7 +92,7 @@ SUMMARIZED: dict[Measure, Callable[[float | None], str]] = {
 def summary_table(runs: Sequence[Run], colours: Sequence[str] = ()) -> Table:
     """Two rows for each run, without replay and with it; the run's reward stands where it trains."""
     rows = []
-    for place, run in enumerate(runs):
+    for index, run in enumerate(runs):
         seconds = phase_seconds(run)
         of_step = sum(seconds.values()) if seconds else None
         own = (*map(reward, rewards(run)), str(len(run.steps)), step_time(of_step))
@@ -101,7 +101,7 @@ def summary_table(runs: Sequence[Run], colours: Sequence[str] = ()) -> Table:
             trains = run.trains_with == side
             measures = [shown(found[side]) for found, shown in measured]
             cells = (run.label, replay, *measures, *(own if trains else ("",) * len(own)))
-            rows.append(TableRow(cells=cells, strong=trains, colour=colours[place] if colours else ""))
+            rows.append(TableRow(cells=cells, strong=trains, colour=colours[index] if colours else ""))
     return Table(columns=SUMMARY, rows=tuple(rows))
 
 
@@ -111,8 +111,8 @@ def alarm_table(runs: Sequence[Run], colours: Sequence[str] = ()) -> Table:
     A row has the first suspicion of its likeness, or the value of an alarm that is farthest from its limit.
     """
     rows, names = [], get_args(AlarmName)
-    for place, run in enumerate(runs):
-        colour = colours[place] if colours else ""
+    for index, run in enumerate(runs):
+        colour = colours[index] if colours else ""
         counted: set[int] = set()  # steps whose dropped tokens a row has said
         suspected = _in_a_row((step.step, _by_likeness(step)) for step in run.steps)
         for likeness, by_step in suspected:

@@ -54,15 +54,15 @@ struct Group {
     Scratch<double, 2> queued_G4, owed_G4;  // seconds of direct fetches and gradients that links have not carried yet
     Scratch<double, 1> host_G;              // when each copy engine is free
     double clock = 0;
-    int64_t fetching = 0, attended = NONE, ended = NONE;  // places: the next to fetch for, the last that did
+    int64_t fetching = 0, attended = NONE, ended = NONE;  // orders: of the next cell to fetch for, the last that did
 
     Group(const PassWork &work, const ExecutionModel &model, int64_t ways, const Array<double, 1> &parts_X,
           const Array<double, 3> &fetched_NG2)
         : work(work), model(model), ways(ways), layers(work.all_to_all_ML.shape[1]), ranks(work.head_MG.shape[1]),
           parts_X(parts_X), fetched_NG2(fetched_NG2), queued_G4(ranks, 4), owed_G4(ranks, 4), host_G(ranks) {}
 
-    Cell cell(int64_t place) const {
-        int64_t turn = place / layers, k = place % layers, way = turn % ways;
+    Cell cell(int64_t order) const {
+        int64_t turn = order / layers, k = order % layers, way = turn % ways;
         return {way, turn / ways, way == 1 ? layers - 1 - k : k};
     }
 
@@ -95,8 +95,8 @@ struct Group {
     }
 
     // The slots of a layer are in use until its cell has ended on the way before, back where this is forward.
-    int64_t last_use(int64_t place, const Cell &at) const {
-        int64_t first = (place / layers - 1) * layers;
+    int64_t last_use(int64_t order, const Cell &at) const {
+        int64_t first = (order / layers - 1) * layers;
         return ways == 1 || at.way == 1 ? first + at.layer : first + layers - 1 - at.layer;
     }
 
@@ -121,14 +121,14 @@ struct Group {
         }
     }
 
-    // Seconds until the direct fetches of a place, and of those before it, have all arrived. Links serve places in
-    // order, so what is queued less what was queued for later places is in front of them.
-    double direct_wait(int64_t place, double experts_s, double rate) const {
+    // Seconds until the direct fetches of a cell, and of those before it, have all arrived. Links serve cells in
+    // order, so what is queued less what was queued for later cells is in front of them.
+    double direct_wait(int64_t order, double experts_s, double rate) const {
         double direct_s = 0;
         for (int64_t g = 0; g < ranks; ++g) {
             for (int64_t k = 0; k < 4; ++k) {
                 double left = queued_G4(g, k);
-                for (int64_t later = place + 1; later < fetching; ++later) {
+                for (int64_t later = order + 1; later < fetching; ++later) {
                     Cell at = cell(later);
                     left -= work.direct_KMLG4(at.way, at.m, at.layer, g, k);
                 }
@@ -140,20 +140,20 @@ struct Group {
     }
 
     // Seconds that the experts of the first pass take longer, since they wait for what is fetched for them.
-    double exposed(int64_t place, double experts_s, double rate) const {
-        Cell at = cell(place);
-        double direct_s = direct_wait(place, experts_s, rate), longest = 0;
+    double exposed(int64_t order, double experts_s, double rate) const {
+        Cell at = cell(order);
+        double direct_s = direct_wait(order, experts_s, rate), longest = 0;
         for (int64_t g = 0; g < ranks; ++g) {
             // a rank that does little may wait long without delaying the others
-            double wait_s = max(direct_s, fetched_NG2(place, g, 1) - clock);
+            double wait_s = max(direct_s, fetched_NG2(order, g, 1) - clock);
             longest = max(longest, wait_s + work.experts_MLG2(at.m, at.layer, g, 0));
         }
         return longest - experts_s;
     }
 
     // One pass over one cell.
-    void pass_cell(int64_t place, bool is_first, bool is_backward) {
-        Cell at = cell(place);
+    void pass_cell(int64_t order, bool is_first, bool is_backward) {
+        Cell at = cell(order);
         double attention_s = largest_of_pass(work.attention_MG2[at.m], is_backward);
         double experts_s = largest_of_pass(work.experts_MLG2[at.m][at.layer], is_backward);
         // What is hidden shortens both all-to-alls alike, and takes the links from fetches while the ranks compute.
@@ -174,11 +174,11 @@ struct Group {
         }
         attend(attention_s, rate);
         if (is_first) {
-            attended = place;
+            attended = order;
             release();
         }
         elapse(ALL_TO_ALL, all_to_all_s, 0);
-        double exposed_s = is_first ? exposed(place, experts_s, rate) : 0;
+        double exposed_s = is_first ? exposed(order, experts_s, rate) : 0;
         elapse(EXPERTS, experts_s, rate * experts_s);
         elapse(EXPOSED, exposed_s, exposed_s);
         elapse(ALL_TO_ALL, all_to_all_s, 0);
@@ -197,23 +197,23 @@ struct Group {
 
 }  // namespace simulate_engine
 
-// Go through all places. `passes_KF`: forward and backward passes over each cell, on the way forward and back.
+// Go through all cells. `passes_KF`: forward and backward passes over each cell, on the way forward and back.
 LOOP double run_group(const Array<const int64_t, 2> &passes_KF, double ready_s,
                       const simulate_engine::PassWork &work, const simulate_engine::ExecutionModel &model,
                       const Array<double, 1> &parts_X, const Array<double, 3> &fetched_NG2) {
     using namespace simulate_engine;
     Group group(work, model, passes_KF.length(), parts_X, fetched_NG2);
-    int64_t place = 0;
+    int64_t order = 0;
     group.elapse(PLAN, ready_s, ready_s);
     for (int64_t m = 0; m < work.all_to_all_ML.length(); ++m) {
         double head_s = largest(work.head_MG[m]);
         for (int64_t way = 0; way < group.ways; ++way) {
             int64_t forwards = passes_KF(way, 0), passes = forwards + passes_KF(way, 1);
             if (way == 1) group.elapse(HEAD, 2 * head_s, 2 * head_s);
-            for (int64_t k = 0; k < group.layers; ++k, ++place) {
+            for (int64_t k = 0; k < group.layers; ++k, ++order) {
                 // the way back of an update runs every cell forward anew, then backward: activations were not kept
-                for (int64_t i = 0; i < passes; ++i) group.pass_cell(place, i == 0, i >= forwards);
-                group.ended = place;
+                for (int64_t i = 0; i < passes; ++i) group.pass_cell(order, i == 0, i >= forwards);
+                group.ended = order;
                 group.release();
             }
             if (way == 0) group.elapse(HEAD, head_s, head_s);

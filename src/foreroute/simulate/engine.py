@@ -7,13 +7,13 @@ each is computed once and exactly. Times are seconds from the start. Compiled (e
 - A pass over a cell: attention and router | dispatch | experts | combine; the reverse in a backward pass. Each part
   begins when the one before has ended on all ranks of the group.
 - The copy engine of a rank serves its fetches one after the other. A fetch begins when its slots are free and the cell
-  `prefetch` places before it has ended its attention. Experts of a rank begin when its own fetches are there.
+  `prefetch` cells before it has ended its attention. Experts of a rank begin when its own fetches are there.
 - A link that all-to-alls use carries direct fetches and gradients while no all-to-all runs, fetches first, in the order
   of cells. All ranks wait for all direct fetches of a cell.
 - Gradients return in the background; what is left of them at the end is waited for.
 - `overlap` times its computing time, a pass hides its all-to-alls behind; for so long the links are taken.
 
-A *place* is a cell in the order of execution: micro-step by micro-step through all layers, in the update forward and
+The *order* of a cell is its number in execution: micro-step by micro-step through all layers, in the update forward and
 back. Arrays over both ways have the axis K: 0 forward, 1 back.
 """
 
@@ -81,7 +81,7 @@ def run(work: PassWork, model: ExecutionModel, *, pass_index: int, ready_s: floa
     passes_KF = np.array(PASSES[pass_index], np.int64)
     num_micro_steps, layers = work.all_to_all_ML.shape
     parts_X = np.zeros(len(PARTS))
-    # of each place, begin and end of each rank's copies from the host
+    # of each cell in order, begin and end of each rank's copies from the host
     fetched_NG2 = np.zeros((num_micro_steps * len(passes_KF) * layers, work.head_MG.shape[1], 2))
     # arrays may be parts of others
     whole = PassWork._make(

@@ -25,8 +25,8 @@ from numpy.typing import ArrayLike
 
 from foreroute.checks import as_numbers, whole_number
 from foreroute.errors import TraceContentError, TraceFileError, few, shown
-from foreroute.files.container import as_place
-from foreroute.files.places import names_in, within
+from foreroute.files.container import as_location
+from foreroute.files.locations import names_in, within
 from foreroute.trace.checks import as_offsets
 from foreroute.trace.container import RoutingTrace, concatenate
 from foreroute.trace.file import FORMAT, Encoding, encode, read_trace
@@ -62,11 +62,11 @@ def save_part(
     of = whole_number(parts, name="parts", most=MOST_PARTS)
     number = whole_number(part, name="part", least=0, most=of - 1)
     begins = f"part-{number:05d}-of-{of:05d}-"
-    step = as_place(folder, TraceFileError)
+    step = as_location(folder, TraceFileError)
     if there := [name for name in names_in(step, TraceFileError) if name.startswith(begins)]:
         raise TraceFileError(f"{folder} has part {number} already, {few(there)}; write a step again in another folder")
-    place = within(step, f"{begins}{len(trace)}.safetensors")
-    return FORMAT.write(place, *encode(trace, encoding, chunk_rows=CHUNK_ROWS), overwrite=False)
+    location = within(step, f"{begins}{len(trace)}.safetensors")
+    return FORMAT.write(location, *encode(trace, encoding, chunk_rows=CHUNK_ROWS), overwrite=False)
 
 
 def load_parts(
@@ -91,7 +91,7 @@ def load_parts(
         TraceContentError: when a sequence or a stream is not there, or no layer is asked for.
         SpecMismatchError: when a layer is not there, or parts are of different models.
     """
-    step = as_place(folder, TraceFileError)
+    step = as_location(folder, TraceFileError)
     names, counts = _parts_of(step, wait_s)
     starts = as_offsets(np.array(counts, np.int64))
     chosen = (

@@ -194,15 +194,15 @@ class RoutingSpec:
         Raises:
             SpecMismatchError: when a layer is not in the table.
         """
-        # by name and never by number: a part of a model keeps the names of its layers, and not their places
-        place = {layer: i for i, layer in enumerate(self.layers)}
+        # by name and never by number: a part of a model keeps the names of its layers, and not their numbers
+        index = {layer: i for i, layer in enumerate(self.layers)}
         chosen = as_layers(layers)
-        if missing := [str(layer) for layer in chosen if layer not in place]:
+        if missing := [str(layer) for layer in chosen if layer not in index]:
             raise SpecMismatchError(
                 f"there are no routes of {', '.join(missing)}; the routed layers are {_names(self)}. Take layers of "
                 "this table, or the trace that has them"
             )
-        return np.array([place[layer] for layer in chosen], np.int64)
+        return np.array([index[layer] for layer in chosen], np.int64)
 
     def require_same(self, other: RoutingSpec, *, what: str) -> None:
         """Raise `SpecMismatchError` unless `other`, which `what` names, has the same experts, picks and layer table."""

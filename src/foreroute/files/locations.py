@@ -18,7 +18,7 @@ from foreroute.files.regular import BUFFER_BYTES, reason
 
 
 def within(folder: Path | str, name: str) -> Path | str:
-    """Return the place of a file in a folder at a path or a URL."""
+    """Return the path or the URL of a file in a folder."""
     return folder / name if isinstance(folder, Path) else f"{folder.rstrip('/')}/{name}"
 
 
