@@ -175,10 +175,10 @@ def stacked_bars(
             fontsize=9.5, color=INK, bbox={"facecolor": "white", "edgecolor": "none", "pad": 0.4},
         )  # fmt: skip
     for first, heading in headings.items():
-        axes.text(0, places_B[first] - 0.95, heading, va="center", fontsize=10.5, fontweight="bold", color=INK)
-    axes.set_yticks(places_B, [textwrap.fill(label, LABEL_WIDTH) for label, _ in bars], fontsize=9.5)
+        axes.text(0, at_B[first] - 0.95, heading, va="center", fontsize=10.5, fontweight="bold", color=INK)
+    axes.set_yticks(at_B, [textwrap.fill(label, LABEL_WIDTH) for label, _ in bars], fontsize=9.5)
     axes.set_xlim(0, 1.16 * float(totals_B.max()) / unit_s)
-    axes.set_ylim(places_B[-1] + 0.6, -0.6)
+    axes.set_ylim(at_B[-1] + 0.6, -0.6)
     axes.grid(visible=False, axis="y")
     axes.tick_params(axis="y", length=0)
     axes.xaxis.set_major_locator(ticks(4))
