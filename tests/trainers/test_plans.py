@@ -53,7 +53,7 @@ def test_options_reach_the_plan():
     ("given", "said"),
     [
         ({"tolerence": 0}, r"tolerence.*tolerance\?"),
-        ({"tolerance": 2}, "tolerance.*share"),
+        ({"tolerance": 2}, "tolerance.*below 1"),
         ("tolerance=0", "'tolerance=0'.*table"),
         ({"home_moves": 4}, "home_moves=4.*expected 0"),
         ({"replicas": False}, "replicas=False.*expected True"),

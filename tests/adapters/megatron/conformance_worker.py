@@ -1,6 +1,6 @@
 """The conformance kit on small Megatron models: on the adapter, and on the bare primitive."""
 
-from foreroute.conformance import Groups, Unsupported, run_conformance
+from foreroute.conformance import GroupLimit, Unsupported, run_conformance
 from tests.adapters.megatron import one_rank as on
 from tests.adapters.megatron.model_chunks import VOCABULARY
 from tests.adapters.megatron.presented import MegatronUnderTest
@@ -12,8 +12,8 @@ def report():
     """(text, outcomes and reasons by check) of the adapter."""
     routing = "sigmoid with bias, of groups, scaled"
     settings = on.GATES[routing]
-    groups = Groups(settings["moe_router_num_groups"], settings["moe_router_group_topk"])
-    given = MegatronUnderTest(routing, builder(settings, "block"), vocabulary=VOCABULARY, groups=groups)
+    limit = GroupLimit(settings["moe_router_num_groups"], settings["moe_router_group_topk"])
+    given = MegatronUnderTest(routing, builder(settings, "block"), vocabulary=VOCABULARY, group_limit=limit)
     found = run_conformance(given)
     return found.text(), {r.check.id: (str(r.outcome), r.reason) for r in found.results}
 

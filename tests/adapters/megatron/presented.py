@@ -23,9 +23,9 @@ class MegatronUnderTest(AdapterUnderTest):
     # a dispatcher is given a map of experts, without order
     picks_in_order = False
 
-    def __init__(self, name, build_model, *, vocabulary, groups=None):
+    def __init__(self, name, build_model, *, vocabulary, group_limit=None):
         self.name = f"foreroute.adapters.megatron on {name}"
-        self.vocabulary, self.groups, self._build_model = vocabulary, groups, build_model
+        self.vocabulary, self.group_limit, self._build_model = vocabulary, group_limit, build_model
 
     def build(self, case):
         """A new model of the case; in training mode where it recomputes, as Megatron does in no other."""
