@@ -62,16 +62,8 @@ REFUSED = {
     "log-prob": (skycap, {"change_arrays": put(5.0, "tokens", "logprobs", 5)}, "log-probs hold 5.0"),
     "expert twice": (skycap, {"change_arrays": put([3, 3], *IDS, (0, 1))}, r"picked twice"),
     "dense layer": (skycap, {"change_arrays": put([1, 2], *IDS, (0, 0))}, r"spec.*dense"),
-    "mask of another": (
-        skycap,
-        {"masks": True, "change_arrays": put(199, *MASK, 0)},
-        "leave out.*position",
-    ),
-    "a mask less": (
-        skycap,
-        {"masks": True, "change": put(2, "nodes", 2, "tokens", "mask_rows")},
-        "2 sampling mask.*3",
-    ),
+    "mask of another": (skycap, {"masks": True, "change_arrays": put(199, *MASK, 0)}, "leave out.*position"),
+    "a mask less": (skycap, {"masks": True, "change": put(2, "nodes", 2, "tokens", "mask_rows")}, "2 sampling mask.*3"),
     "no vocabulary": (skycap, {"masks": True, "vocabulary_size": None}, "pass vocabulary_size="),
     "weights": (skycap, {"weight_version": lambda call: "3"}, "weight version"),
     "other rollout": (gym, {"change": put("1-0", 0, "rollout_id")}, r"expected a call.*rollout 0-0"),
@@ -100,10 +92,8 @@ RAW = put("raw_logprobs", "capture", "logprobs_mode")
 @pytest.mark.parametrize(
     ("changes", "temperature", "masks", "at"),
     [
-        ([AT_07], 1.0, False, "0.7"),
         ([AT_07], 1.0, True, "0.7"),
         ([AT_07], 0.7, False, None),
-        ([AT_07], 0.7, True, None),
         ([put(0, "nodes", 5, "calls", 0, "sampling", "temperature")], 1.0, False, "0"),  # of one reply of three
         ([], 0.7, False, "1.0"),
         ([AT_07, RAW], 1.0, False, None),

@@ -132,8 +132,7 @@ def test_a_preset_has_as_many_parameters_as_the_models_own_layers(name):
 
 
 CONFIGURED = CostModel(
-    model=MODELS["qwen3-30b-a3b"],
-    hardware=replace(HARDWARE["h100"], replica_s=1e-4, replica_backward_s=2e-4),
+    model=MODELS["qwen3-30b-a3b"], hardware=replace(HARDWARE["h100"], replica_s=1e-4, replica_backward_s=2e-4)
 )
 NAMES = ("gemm_flops_per_s", "node_bytes_per_s", "layer_s", "backward_products", "replica_s")
 TIME = {"gemm_flops_per_s": 1e12, "node_bytes_per_s": 1e9}

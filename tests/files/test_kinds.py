@@ -64,10 +64,7 @@ OF_KIND = {
     "parquet": (b"PAR1" + bytes(40), "Parquet"),
     "LFS": (b"version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 12\n", "Git LFS"),
     "JSON": (b' {"model_type": "qwen3_moe", "num_experts": 8}', "is JSON"),
-    "JSON Lines": (
-        b'{"input": "a"}\n{"input": "b"}\n',
-        "JSON Lines (.jsonl). Hand in",
-    ),
+    "JSON Lines": (b'{"input": "a"}\n{"input": "b"}\n', "JSON Lines (.jsonl). Hand in"),
     "TOML": (b"# a cluster\n[topology]\nnum_ranks = 8\n", "is TOML"),
     "text": ("Zuerst, später".encode(), "is text"),
     "nothing": (b"", "empty"),

@@ -15,14 +15,7 @@ from foreroute.errors import CountsError, PlanError, SpecMismatchError, Topology
 from foreroute.files.container import FileFormat
 from foreroute.layout import Packing, pack_sequences
 from foreroute.plan import Topology, known_rows
-from foreroute.plan.counts import (
-    check_counts,
-    counts_digest,
-    load_counts,
-    packed_counts,
-    save_counts,
-    tokens_digest,
-)
+from foreroute.plan.counts import check_counts, counts_digest, load_counts, packed_counts, save_counts, tokens_digest
 from foreroute.testing.routes import synthetic_trace
 from foreroute.trace.operations import count_assignments
 from tests.plan.random_plans import LINKS, random_counts, random_plan

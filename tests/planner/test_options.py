@@ -106,11 +106,7 @@ def test_what_needs_prices_or_sequences_is_refused_without():
 
 SMALL = replace(model_preset("qwen3-30b-a3b"), num_experts=8, top_k=2)
 H100 = replace(
-    hardware_preset("h100"),
-    replica_s=3e-5,
-    replica_backward_s=1e-4,
-    backward_products=2.5,
-    publish_bytes_per_s=3e11,
+    hardware_preset("h100"), replica_s=3e-5, replica_backward_s=1e-4, backward_products=2.5, publish_bytes_per_s=3e11
 )
 PRICED = CostModel(model=SMALL, hardware=H100, trial_s_per_count=0.0, plan_s_per_count=2e-8, begin_s=1e-5)
 FOUR_RANKS = Topology(4, 2, 2, LINKS)

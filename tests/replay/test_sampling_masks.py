@@ -50,8 +50,7 @@ def by_hidden(hidden, head, targets, masks, temperature=1.0):
 
 
 @pytest.mark.parametrize(
-    ("compute", "temperature", "numbers"),
-    [(by_logits, 0.7, 1), (by_hidden, 1.0, 1 << 24), (by_hidden, 0.7, 2000)],
+    ("compute", "temperature", "numbers"), [(by_logits, 0.7, 1), (by_hidden, 1.0, 1 << 24), (by_hidden, 0.7, 2000)]
 )
 def test_values_and_gradients_are_those_of_the_dense_computation(compute, temperature, numbers, monkeypatch):
     """In one chunk, and in several."""

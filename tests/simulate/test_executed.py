@@ -30,11 +30,7 @@ COSTS = CostModel(
     # all but rows costs next to nothing, so that no transfer is left out, and plans of few tokens pay
     model=replace(MODELS["qwen3-30b-a3b"], num_experts=16, top_k=2),
     hardware=replace(
-        HARDWARE["h100"],
-        links=Links(1e15, 1e15, 1e15, 1e-9, 1e-9),
-        layer_s=1e-9,
-        tile_rows=1,
-        memory_bytes_per_s=1e20,
+        HARDWARE["h100"], links=Links(1e15, 1e15, 1e15, 1e-9, 1e-9), layer_s=1e-9, tile_rows=1, memory_bytes_per_s=1e20
     ),
     paths="host",
 )

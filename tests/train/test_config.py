@@ -30,10 +30,7 @@ from tests.train.small_runs import small_config
         *[(f'name = "{name}"', r"name: String") for name in ("../up", "..", "a" * 5000, "n\\n")],
         ("rollout = {prompts = 100000, group_size = 100}", r"group_size is 10000000; expected 999999"),
         ('rl = {routing = "R2", sentinel = "drop"}', r"sentinel.*without routes"),
-        (
-            'warm_start = {checkpoint = "x.pt"}',
-            r"max_steps, batch_size, stop_at_loss .*checkpoint",
-        ),
+        ('warm_start = {checkpoint = "x.pt"}', r"max_steps, batch_size, stop_at_loss .*checkpoint"),
         ('parallel = {prefetch = 2, plan = {slots = "shared"}}', r"prefetch, plan .*expert = 1"),
         *[
             (f"rollout = {{prompts = 8}}\nparallel = {{expert = 4, {parallel}}}", message)
