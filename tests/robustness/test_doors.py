@@ -121,7 +121,8 @@ def matrix():
     for words in OUTPUTS:
         suffix = {"plan": ".safetensors", "report": ".html", "doctor": ".html"}.get(words.split()[0], "")
         for name in ("new", "a/b/new", *NAMES):
-            yield Case(words, "missing", accepted(words), name + suffix)
+            codes = REFUSED if words.startswith("demo ") and name == NOT_UTF8 else accepted(words)
+            yield Case(words, "missing", codes, name + suffix)
         for name in (*(name + suffix for name in IMPOSSIBLE), "there.txt"):
             yield Case(words, "missing", REFUSED, name)
         yield Case(words, "missing", FINE if words.startswith("demo ") else REFUSED, "folder")

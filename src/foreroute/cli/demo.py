@@ -27,6 +27,7 @@ def run_demo(folder: Path | None, *, steps: int | None, vllm_python: Path | None
     """Train twice, print the table, write the report."""
     console = Console()
     folder = folder or Path("runs") / "demo" / datetime.now().strftime("%Y-%m-%d_%H-%M-%S")
+    str(folder).encode()  # refuses a name that is no UTF-8, which the second run's configuration would hold
     warm = folder / "none" / "checkpoints" / "step-000000.safetensors"
     configs = [_config("none", steps, vllm_python), _config("R3", steps, vllm_python, begins_at=warm)]
     for config in configs:  # before the first trains for minutes
