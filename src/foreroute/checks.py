@@ -51,7 +51,8 @@ def check_number(
     # written so that NaN is refused
     if not (value > 0 and least <= value <= most if below is None else 0 <= value < below):
         span = f"{least:g} to {most:g}" if least else f"more than 0, and {most:g} at most"
-        span = span if below is None else f"0 to below {below:g}"
+        if below is not None:
+            span = "0 or more, and finite" if below == math.inf else f"0 to below {below:g}"
         raise error(f"{name} is {shown(value)}; expected {unit}{span}")
 
 

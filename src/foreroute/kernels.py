@@ -53,7 +53,7 @@ class ArrayOf:
         return (INT.from_address(id(array) + _HEADER).value, *array.shape)
 
     def from_param(self, array: Any) -> bytes:
-        """Return what ctypes hands over the address of."""
+        """Return the bytes whose address ctypes hands over."""
         return self._pack(*self.words(array))
 
 
@@ -79,7 +79,7 @@ class StructOf:
         return found
 
     def from_param(self, record: Any) -> bytes:
-        """Return what ctypes hands over the address of."""
+        """Return the bytes whose address ctypes hands over."""
         return self._pack(*self.words(record))
 
 

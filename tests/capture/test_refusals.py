@@ -134,6 +134,7 @@ DAMAGED = [
     ('data: {"choices": []}\n\ndata: [DONE]', "JSON.*without `stream`"),
     ([], r"list.*empty"),
     ({"choices": []}, "no choices"),
+    ({"choices": [], "error": {"message": "boom"}}, "engine: 'boom'"),
     (b"\xff\xfe\x00", r"not text.*UTF-8"),
     (np.zeros((2, 3, 4, 2), int), r"padding: RoutingTrace\.from_padded"),
     ([raw(""), ROWS], "mix forms .array, sglang."),

@@ -148,6 +148,13 @@ def test_attention_is_priced_by_the_lengths_of_the_sequences(files, tmp_path):
     assert [one.recompute_parts["attention"] for one in (*compared.methods, *ways)] == pytest.approx([attention_s] * 4)
     without, bounds = level.methods[0].training_s, (level.least_s, compared.least_s)
     assert compared.methods[0].training_s - without == pytest.approx(bounds[1] - bounds[0]) != 0
+    saved = []  # by the decision on a pass, which knows the lengths too
+    for one in (step, replace(step, squares_MG=None)):
+        found = timed_plan(one, PlanOptions())
+        saved.append(
+            found.plan.gains["recompute"] * sum(compare_plan(found, one, static).methods[0].recompute_parts.values())
+        )
+    assert saved[0] == pytest.approx(saved[1])
     given = f"--topology cluster.toml --token-budget 40 --no-baselines --output {tmp_path / 'a.safetensors'}"
     shown = plan(f"{' '.join(path.name for path in traces)} {given}", files).said.replace("\N{NO-BREAK SPACE}", " ")
     assert f" {step_time(compared.methods[0].training_s)} ".replace("\N{NO-BREAK SPACE}", " ") in shown
@@ -218,7 +225,7 @@ def test_rows_that_were_not_recorded_are_told(files, tmp_path):
         ("counts.safetensors --previous two.safetensors", "is a plan of [2, 8] layers and experts on 2 ranks"),
         ("step-000000.safetensors --previous step-000000.safetensors", "sequences of the step itself"),
         ("step-000000.safetensors other.safetensors", "other.safetensors"),
-        ("deep.safetensors", "describes 48 routed layers with top-2 of 8 experts, deep.safetensors has 49"),
+        ("deep.safetensors", "describes 48 routed layers with top-2 of 8 experts, the step of deep.safetensors has 49"),
     ],
     quick=4,
 )

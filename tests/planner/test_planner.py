@@ -40,7 +40,7 @@ def test_bad_input_is_refused():
         with pytest.raises(ConfigError, match=r"(topology|costs) is a .*load_cluster"):
             plan(counts, given, costs=costs)
     with pytest.warns(UserWarning, match="nearer"):
-        replace(topology, links=Links(45e9, 340e9, 50e9, 2e-5, 5e-5))
+        plan(counts, replace(topology, links=Links(45e9, 340e9, 50e9, 2e-5, 5e-5)))
     with pytest.raises(PlanError, match=r"'train'.*recompute"):
         plan(counts, topology).decision("train")
     with pytest.raises(TopologyError, match=r"4.*rank"):

@@ -34,7 +34,7 @@ from foreroute.checks import as_array
 from foreroute.errors import CaptureError, shown
 
 NPY_BASE64 = b64encode(NPY_MAGIC).decode()
-"""First bytes of routes in the answer of a vLLM server."""
+"""First characters of routes in the answer of a vLLM server."""
 PADDED = ("routed_experts", "rollout_expert_indices")
 """Names of the routes of a padded batch: verl's, and SkyRL's."""
 
@@ -123,8 +123,6 @@ def _from_one(output: Any) -> tuple[Form, list[RawSequence]]:
     if batch is not None:
         return Form.VERL, _verl(batch)
     choices = _first(output, "outputs", "choices")
-    if isinstance(choices, list | tuple) and not choices:
-        raise CaptureError("the answer has no choices, so nothing was sampled; leave it out")
     if isinstance(choices, list | tuple) and choices:
         given = enumerate(items_of(choices, "the choices"))
         found = [_sequence(choice, choice, output, f"choice {number}") for number, choice in given]
@@ -220,6 +218,8 @@ def _no_routes(record: Any, what: str = "the output") -> CaptureError:
             return CaptureError(
                 f"{what} is an error of the engine: {said}; ask as it says, or read the server's log if it failed"
             )
+        if field_of(record, "choices") == []:
+            return CaptureError(f"{what} has no choices, so nothing was sampled; leave it out")
         keys = (key for key in items_of(record, "the keys") if type(key) is str and field_of(record, key) is not None)
         seen = str(sorted(keys)[:12])
     return CaptureError(

@@ -14,6 +14,7 @@ pixels are recorded, and no weight version.
 
 from __future__ import annotations
 
+import math
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
@@ -39,7 +40,7 @@ from foreroute.capture.agents import (
 )
 from foreroute.capture.arrays import MAX_TEXT, parse_text
 from foreroute.capture.sampling_masks import with_masks
-from foreroute.checks import as_int32, is_whole
+from foreroute.checks import as_int32, check_number, is_whole
 from foreroute.errors import CaptureError, shown
 from foreroute.files.regular import MOST_BYTES, read_file
 from foreroute.trace import NO_VERSION, RoutingSpec
@@ -95,6 +96,7 @@ def read_skycap(
     Raises:
         CaptureError: when a file is missing, damaged or of another format, or holds what cannot be true.
     """
+    check_number(temperature, name="temperature", below=math.inf, error=CaptureError)
     stored = read_file(document, CaptureError, most_bytes=MAX_TEXT)
     with naming(document):
         record = parse_text(_content(stored, "the document", MAX_TEXT), name="the document")

@@ -64,6 +64,9 @@ def run_plan(
     with working("reading the step", console):
         cluster = load_cluster(topology)
         problem, before = _read(step, cluster, options, previous, token_budget)
+        read = None
+        if rows and before is not None:  # packed as this one, by length
+            read = read_step(before, cluster.topology, cluster.costs, token_budget=token_budget)
     options = replace(options, packing="length")  # which is done: the planner has packed counts
     facts = {"input": ", ".join(map(str, step)), "topology": str(topology)}
     facts |= _facts(problem, cluster, options, token_budget)
@@ -105,8 +108,7 @@ def run_plan(
     if rows:
         with working("counting the rows of ranks", console):
             rows_before = None
-            if before is not None:  # packed as this one, by length
-                read = read_step(before, cluster.topology, cluster.costs, token_budget=token_budget)
+            if read is not None:
                 rows_before = known_rows(read.traces or read.counts_MLGE, problem.home_LE, packing=read.packing)
             tables = tuple(_rows_tables(problem, found.plan, cluster.costs, rows_before))
         for table in tables:

@@ -220,7 +220,7 @@ class ModelHooks(ABC):
         return ()
 
     def open_others(self, current: Pass) -> Sequence[tuple[Any, Any]]:
-        """Return what each other module does in a pass, and in its recomputation; says whether they must."""
+        """Return what each other module does in a pass, and in its recomputation; and whether they must."""
         return ()
 
     @contextmanager

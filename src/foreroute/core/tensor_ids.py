@@ -22,7 +22,7 @@ class TensorIds:
         return any(known() is tensor and times_written(tensor) == times for known, times in self._ids)
 
     def fit(self, tensors: Sequence[Tensor]) -> bool:
-        """Compare tensors with these, and their writes; in inference mode, where nobody counts, tensors alone."""
+        """Say whether these are the tensors, and unwritten; in inference mode nobody counts writes."""
         return len(tensors) == len(self._ids) and all(
             known() is tensor and times_written(tensor) == times
             for tensor, (known, times) in zip(tensors, self._ids, strict=True)

@@ -177,7 +177,7 @@ def _warn_of_odd_rates(costs: CostModel, links: Links, is_one_node: bool, both_l
         for key, (least, most, unit) in GPU_RATES[table].items()
         if key not in unused and not least <= (value := getattr(made, key)) <= most
     ]
-    if is_one_node and both_links and links.cluster_bytes_per_s > links.node_bytes_per_s:
+    if (not is_one_node or both_links) and links.cluster_bytes_per_s > links.node_bytes_per_s:
         odd.append(
             f"[links] {CLUSTER_LINK} is {links.cluster_bytes_per_s:g}, and {NODE_LINK} {links.node_bytes_per_s:g} "
             "bytes per second: other nodes are nearer than ranks of the same node"

@@ -153,7 +153,8 @@ INLINED void search(const Bins &now, const Contents &contents, const Array<int32
         if (all_longest + lengthened > now.most_long) continue;
         looked_at += numbers;
         const Array<int32_t, 3> from = load_M[a], to = load_M[b];
-        const Array<int32_t, 3> out = whole ? contents.rows_W[p] : rows_S[s], in = whole ? contents.rows_W[q] : rows_S[t];
+        const Array<int32_t, 3> out = whole ? contents.rows_W[p] : rows_S[s];
+        const Array<int32_t, 3> in = whole ? contents.rows_W[q] : rows_S[t];
         const int64_t change = slowest_after(from, to, out, in) - slowest_M[a] - slowest_M[b];
         if (change >= static_cast<int64_t>(worse)) continue;
         for (int64_t i = 0; i < numbers; ++i) {

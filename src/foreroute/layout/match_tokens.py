@@ -98,13 +98,13 @@ def _checked(ids: ArrayLike, mask: ArrayLike | None) -> tuple[NDArray[Any], NDAr
         raise BatchMismatchError(f"input_ids are {ids_BT.dtype} of shape {ids_BT.shape}; expected integers [B, T]")
     if mask is None:
         return ids_BT, np.ones(ids_BT.shape, np.bool_)
-    kept_BT = as_mask(mask, name="attention_mask", error=BatchMismatchError)
-    if kept_BT.shape != ids_BT.shape:
+    shape = as_array(mask, name="attention_mask", error=BatchMismatchError).shape
+    if shape != ids_BT.shape:
         raise BatchMismatchError(
-            f"attention_mask has shape {kept_BT.shape}; expected {ids_BT.shape}. "
-            "Attention patterns (4-D masks, segment numbers) do not say which tokens are padding"
+            f"attention_mask has shape {shape}; expected {ids_BT.shape}. Attention patterns (4-D) do not say which "
+            "tokens are padding"
         )
-    return ids_BT, kept_BT
+    return ids_BT, as_mask(mask, name="attention_mask", error=BatchMismatchError)
 
 
 def _compared(

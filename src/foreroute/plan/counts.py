@@ -127,7 +127,7 @@ def check_counts(
         if not 1 <= top_k <= counts_MLGE.shape[3]:
             raise CountsError(f"top_k is {top_k}; expected 1 to the {counts_MLGE.shape[3]} experts of the counts")
         for odd in odd_tokens(counts_MLGE, top_k):
-            raise CountsError(odd)
+            raise CountsError(f"{odd}; expected whole tokens, each with {top_k} experts in every layer")
     return counts_MLGE
 
 

@@ -83,7 +83,7 @@ class PlanOptions:
         if isinstance(values, PlanOptions):
             return values
         if not isinstance(values, Mapping):
-            raise ConfigError(f"it is {shown(values)}; expected a table of the planner's options")
+            raise ConfigError(f"options of plans are {shown(values)}; expected a table of the planner's options")
         known = [field.name for field in fields(cls)]
         for key in values:
             if key not in known:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from dataclasses import dataclass
 from typing import Any
 
@@ -69,13 +68,6 @@ class Topology:
         if self.num_ranks % self.ranks_per_node:
             raise TopologyError(
                 f"{self.num_ranks} ranks do not fill nodes of {self.ranks_per_node}; expected a multiple"
-            )
-        near, far = self.links.node_bytes_per_s, self.links.cluster_bytes_per_s
-        if self.ranks_per_node < self.num_ranks and far > near:
-            warnings.warn(
-                f"[links] cluster_bytes_per_s is {far:g}, and node_bytes_per_s {near:g}: other nodes are nearer than "
-                "ranks of the same node",
-                stacklevel=3,
             )
         if self.num_ranks * self.redundant_slots > MOST_REDUNDANT_SLOTS:
             raise TopologyError(

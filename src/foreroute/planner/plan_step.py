@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import warnings
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from itertools import pairwise
@@ -12,7 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from foreroute.costs.model import CostModel
-from foreroute.costs.pricing import step_parts
+from foreroute.costs.pricing import Squares, parts_of_cells, slowest_attention
 from foreroute.errors import ConfigError
 from foreroute.kernels import BOOL, FLOAT, INT, NONE, ArrayOf, StructOf, compiled
 from foreroute.plan.counts import check_counts, counts_digest
@@ -58,6 +59,7 @@ def plan(
     *,
     home_LE: NDArray[np.integer] | None = None,
     costs: CostModel | None = None,
+    squares_MG: Squares = None,
 ) -> StepPlan:
     """Plan a step: where experts live, which are replicated in each cell, and who serves which token.
 
@@ -69,6 +71,8 @@ def plan(
             out.
         costs: the cost model, which `traffic` and `pay_off` need. The plan then says of recompute and update apart
             whether it is executed there, or every expert serves at its home (`StepPlan.gains`).
+        squares_MG: integers [M, G], sums of squared lengths of the sequences, by which attention is priced; by default
+            they are as long as `costs.sequence_tokens`.
 
     Raises:
         CountsError: when the counts are no counts, not of these ranks, or of experts that do not divide over them.
@@ -76,7 +80,15 @@ def plan(
         ConfigError: when something was asked for that needs a cost model, and there is none, or needs sequences; for
             a topology or costs of another type.
     """
-    return plan_and_why(counts_MLGE, topology, options, home_LE=home_LE, costs=costs)[0]
+    found, _ = plan_and_why(counts_MLGE, topology, options, home_LE=home_LE, costs=costs, squares_MG=squares_MG)
+    near, far = topology.links.node_bytes_per_s, topology.links.cluster_bytes_per_s
+    if topology.num_nodes > 1 and far > near:
+        warnings.warn(
+            f"cluster_bytes_per_s of the links is {far:g}, and node_bytes_per_s {near:g}: other nodes are nearer than "
+            "ranks of the same node",
+            stacklevel=2,
+        )
+    return found
 
 
 def plan_and_why(
@@ -86,6 +98,7 @@ def plan_and_why(
     *,
     home_LE: NDArray[np.integer] | None = None,
     costs: CostModel | None = None,
+    squares_MG: Squares = None,
     on_progress: OnProgress | None = None,
 ) -> tuple[StepPlan, dict[str, str]]:
     """As `plan`, and why: by priced option ("traffic", "pay_off") whether it is on, by pass what is executed.
@@ -115,8 +128,11 @@ def plan_and_why(
     home_LE = previous_LE.copy()
     if options.home_moves != 0:
         home_LE = place_homes(counts, topology, home_LE, max_moves=options.home_moves, threads=options.threads)
-    hosts, figures_ML2, why = _plan_cells(counts, topology, options, home_LE, costs, on_progress)
-    gains = _gains(hosts, counts, topology, costs, options)
+    # no placement of experts changes attention, so it is priced once
+    attention_ML2 = None if costs is None else slowest_attention(counts, costs, squares_MG)
+    priced = PricedOptions(counts, topology, options, costs, attention_ML2)
+    hosts, figures_ML2, why = _plan_cells(counts, topology, options, home_LE, priced, on_progress)
+    gains = _gains(hosts, counts, topology, costs, attention_ML2, options)
     found = StepPlan(
         topology=topology,
         previous_home_LE=previous_LE,
@@ -133,19 +149,23 @@ def plan_and_why(
 
 
 def _gains(
-    hosts: Hosts, counts: NDArray[np.int32], topology: Topology, costs: CostModel | None, options: PlanOptions
+    hosts: Hosts,
+    counts: NDArray[np.int32],
+    topology: Topology,
+    costs: CostModel | None,
+    attention_ML2: NDArray[np.float64] | None,
+    options: PlanOptions,
 ) -> dict[PassName, float]:
     """Gains by pass: the share that a plan saves of the seconds of all cells at home, each as if it paid for all alone.
 
     Nothing where no prices are known, or nothing is to be decided.
     """
-    if costs is None or options.pay_off is False:
+    if costs is None or attention_ML2 is None or options.pay_off is False:
         return {}
     # the same homes: moves were made before, and are no part of the decision
     at_home = Hosts.with_room(hosts.home_LE, len(counts), topology.num_ranks, 0)
-    home_S, planned_S = (
-        step_parts(each, counts, topology, costs, options.slots).sum(axis=1) for each in (at_home, hosts)
-    )
+    prices = costs.prices(topology, options.slots)
+    home_S, planned_S = (parts_of_cells(each, counts, attention_ML2, prices).sum(axis=1) for each in (at_home, hosts))
     once_s = costs.step_seconds(hosts, topology)
     saved_S = (home_S - planned_S - once_s) / home_S
     return dict(zip(PASS_NAMES, saved_S.tolist(), strict=True))
@@ -156,7 +176,7 @@ def _plan_cells(
     topology: Topology,
     options: PlanOptions,
     home_LE: NDArray[np.int16],
-    costs: CostModel | None,
+    priced: PricedOptions,
     on_progress: OnProgress | None,
 ) -> tuple[Hosts, NDArray[np.int64], dict[str, str]]:
     """Plan all cells: the hosts; int64 [M, L, 2], the slowest rank's load and `least_load`; reasons by option."""
@@ -165,7 +185,6 @@ def _plan_cells(
     persistent = options.slots == "layer"
     later = _look_ahead(counts if persistent else counts[:0], home_LE)
     held_LH = np.full((num_layers, num_experts + num_ranks * slots), NONE, np.int32)
-    priced = PricedOptions(counts, topology, options, costs)
     planned, telling = 0, threading.Lock()
 
     def count_planned(num_cells: int) -> None:

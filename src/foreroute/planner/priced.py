@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 
 from foreroute.costs.links import served_loads
 from foreroute.costs.model import PRICES, CostModel, Prices
-from foreroute.costs.pricing import EXPOSED, parts_of_cells, slowest_attention
+from foreroute.costs.pricing import EXPOSED, parts_of_cells
 from foreroute.kernels import INT, ArrayOf, compiled
 from foreroute.plan.hosts import CELL_PLAN, CellPlan, Hosts
 from foreroute.plan.options import PRICED, PlanOptions
@@ -30,7 +30,12 @@ class PricedOptions:
     """Changes cells where that saves time, if `is_any_on`. Layers may come from several threads."""
 
     def __init__(
-        self, counts_MLGE: NDArray[np.int32], topology: Topology, options: PlanOptions, costs: CostModel | None
+        self,
+        counts_MLGE: NDArray[np.int32],
+        topology: Topology,
+        options: PlanOptions,
+        costs: CostModel | None,
+        attention_ML2: NDArray[np.float64] | None,
     ) -> None:
         """Begin a step. Options that are left open are on until `refine` has looked at the first cell of a layer."""
         self._counts_MLGE, self._topology, self._options, self._costs = counts_MLGE, topology, options, costs
@@ -38,9 +43,8 @@ class PricedOptions:
         on = {name for name in PRICED if self._against[name] is None}
         self._open = {name for name in on if getattr(options, name) is None}
         self._on_L, self.is_any_on = [on] * counts_MLGE.shape[1], bool(on)
-        if costs is not None:
-            self._prices = costs.prices(topology, options.slots)
-            self._attention_ML2 = slowest_attention(counts_MLGE, costs)
+        if costs is not None and attention_ML2 is not None:
+            self._prices, self._attention_ML2 = costs.prices(topology, options.slots), attention_ML2
 
     def refine(
         self, hosts: Hosts, max_load_ML: NDArray[np.int64], first_layer: int, count_planned: Callable[[int], None]

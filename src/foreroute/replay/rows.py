@@ -40,7 +40,7 @@ MissingRows = Literal["error", "native", "drop"]
 route it and use every token ("native"), or that and take later tokens of the sequence out of the loss ("drop")."""
 
 PaddingRows = Literal["spread", "native"]
-"""Picker for padding: replay, evenly over expert-parallel ranks and experts ("spread"), or the model ("native")."""
+"""Side that picks for padding: replay, evenly over ranks and experts ("spread"), or the model ("native")."""
 
 
 @dataclass(frozen=True)

@@ -62,7 +62,7 @@ class RoutedModel(HookedModel, ABC):
     """
 
     padding: PaddingRows = "native"
-    """Picker for padding, where a replay does not say so."""
+    """Side that picks for padding, where a replay does not say so."""
     _check_rollout: CheckRollout | None = None
     """Check of the tokens of rollouts, where a framework knows more of them than the trace."""
 
@@ -188,7 +188,7 @@ class RoutedModel(HookedModel, ABC):
             telemetry: also let each router select by itself, for `session.agreement()` and `expert_counts_LE()`.
 
         Raises:
-            TraceError: when `routes` are none, or, as a derived class, of another model, weight version or batch.
+            TraceError: when `routes` are none; a derived error for those of another model, weight version or batch.
             ConfigError: for a policy that does not exist, or an argument of the wrong type.
             BatchMismatchError: in the forward, when batch and routes hold different tokens, or rows are missing.
             ReplayError: when a router bypassed replay, no forward ran in the session, or another thread has a session

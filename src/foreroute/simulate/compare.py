@@ -42,7 +42,7 @@ def compare(
 def figures_of(
     plan: StepPlan, problem: BalancerInput, costs: CostModel, *, label: str, planning_s: float
 ) -> PricedMethod:
-    """The record of a plan of a step that is there already, as executors serve it: at homes where it gains too little.
+    """Give the record of a made plan of a step, as executors serve it: at homes where it gains too little.
 
     Raises `CountsError` when the counts are of another shape than the plan's; `verify` says whether it is of them.
     """
@@ -108,8 +108,15 @@ def timed_plan(problem: BalancerInput, options: PlanOptions, on_progress: OnProg
     homes, costs, topology = problem.home_LE, problem.costs, problem.topology
     # a user waits for the one; methods are compared by the other, which other work on the machine does not lengthen
     before, before_cpu = time.perf_counter(), time.process_time()
+    squares_MG = problem.squares_MG
     found, why = plan_and_why(
-        problem.counts_MLGE, topology, options, home_LE=homes, costs=costs, on_progress=on_progress
+        problem.counts_MLGE,
+        topology,
+        options,
+        home_LE=homes,
+        costs=costs,
+        squares_MG=squares_MG,
+        on_progress=on_progress,
     )
     elapsed_s, planning_s = time.perf_counter() - before, time.process_time() - before_cpu
     return TimedPlan(found, {name.replace("_", "-"): reason for name, reason in why.items()}, elapsed_s, planning_s)

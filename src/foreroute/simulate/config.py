@@ -105,7 +105,7 @@ class WorkloadConfig(Section):
     counts: str | None = None
     """[Counts file](formats.md#other-files) instead of draws, for all groups."""
     traces: tuple[str, ...] = ()
-    """Traces of one step instead, for all groups, packed as by `foreroute plan`."""
+    """Traces of one step, instead of draws, for all groups, packed as by `foreroute plan`."""
     previous_counts: str | None = None
     """Counts of the step before; needs counts."""
     tokens_per_rank: DrawnTokens | None = None

@@ -19,7 +19,7 @@ from foreroute.plan.options import PASS_NAMES, PlanOptions, SlotSharing
 from foreroute.plan.step_plan import StepPlan
 from foreroute.plan.topology import Topology
 from foreroute.planner.homes import place_homes
-from foreroute.planner.plan_step import plan
+from foreroute.planner.plan_step import plan_and_why
 from foreroute.simulate.balancers import Balancer, BalancerInput, static
 from foreroute.simulate.eplb import eplb_micro_step, eplb_previous, eplb_step
 
@@ -42,7 +42,15 @@ class Planner:
         topology = problem.topology
         if self.redundant_slots is not None:
             topology = replace(topology, redundant_slots=self.redundant_slots)
-        return plan(problem.counts_MLGE, topology, self.options, home_LE=problem.home_LE, costs=problem.costs)
+        found, _ = plan_and_why(
+            problem.counts_MLGE,
+            topology,
+            self.options,
+            home_LE=problem.home_LE,
+            costs=problem.costs,
+            squares_MG=problem.squares_MG,
+        )
+        return found
 
 
 @dataclass(frozen=True)
@@ -81,7 +89,7 @@ class HomesAlone:
             packed, home_LE = problem.sequences().with_homes(topology, home_LE)
         if packed is not None:
             problem = problem.packed_as(packed)
-        found = plan(problem.counts_MLGE, topology, PlanOptions(replicas=False), home_LE=home_LE)
+        found, _ = plan_and_why(problem.counts_MLGE, topology, PlanOptions(replicas=False), home_LE=home_LE)
         return problem, replace(found, previous_home_LE=problem.home_LE.astype(np.int16))
 
 
@@ -182,7 +190,7 @@ def serve(method: Balancer, problem: BalancerInput, costs: CostModel, *, most_ti
     previous = None if problem.previous_LE is None else problem.previous_LE[:1]
     # what a balancer of others compiles on its first call is no part of planning; one cell compiles all of it
     small = replace(problem, counts_MLGE=counts_MLGE[:1, :1], home_LE=home_LE[:1], previous_LE=previous)
-    _planned(method, replace(small, sequences=None, previous_sequences=None))
+    _planned(method, replace(small, squares_MG=None, sequences=None, previous_sequences=None))
     if isinstance(method.method, HomesAlone):
         problem = method.method.prepared(problem)
     seconds: list[float] = []

@@ -115,6 +115,8 @@ def read_step(
 
 def _read_traces(paths: Sequence[Path]) -> list[RoutingTrace]:
     """Read the traces of one step, and so of one model. Raises `InputError` for a trace that is there twice."""
+    if not paths:
+        raise InputError("a step has no trace; give its files, or a counts file")
     traces = [load(path) for path in paths]
     path_of: dict[str, Path] = {}
     for path, trace in zip(paths, traces, strict=True):
@@ -153,7 +155,7 @@ def _warn_of_missing_rows(traces: Sequence[RoutingTrace]) -> None:
         tokens = sum(len(trace.valid_N) for trace in traces)
         warnings.warn(
             f"{missing:,} of {tokens:,} tokens ({missing / tokens:.1%}) have no routes in these traces, as of a "
-            "prefix that was not recorded: the plan does not count them, and a run routes them by itself, to ranks "
+            "prefix that was not recorded: they are not counted, and a run routes them by itself, to ranks "
             "that nobody knows before. Record all rows",
             stacklevel=1,
         )
@@ -182,8 +184,8 @@ def _check_model(costs: CostModel, shape: tuple[int, ...], top_k: int, source: s
     if (model.num_experts, model.top_k) != (num_experts, top_k) or model.num_layers < num_layers:
         raise ConfigError(
             f"[model] describes {model.num_layers} routed layers with top-{model.top_k} of {model.num_experts} "
-            f"experts, {source} has {num_layers} with top-{top_k} of {num_experts}; set num_layers, num_experts and "
-            "top_k there"
+            f"experts, and the step of {source} has {num_layers} with top-{top_k} of {num_experts}; "
+            "set num_layers, num_experts and top_k there"
         )
 
 

@@ -113,11 +113,11 @@ class TaskConfig(Section):
     data: str | None = None
     """JSONL file of prompts instead of chains."""
     reward: str | None = None
-    """Reward of data: "file.py:function"."""
+    """Reward of prompts in `data`: "file.py:function"."""
     max_prompt_tokens: Tokens = 512
-    """Longest prompt of data."""
+    """Longest prompt in `data`."""
     max_response_tokens: Tokens = 512
-    """Longest response to data; longer ones are cut and trained on."""
+    """Longest response to prompts in `data`; longer ones are cut and trained on."""
 
     @property
     def longest_input(self) -> int:

@@ -35,7 +35,7 @@ METRICS = {
 """
 IMPOSSIBLE = {"impossible_sampled": "the rollout", "impossible_trained": "the trainer"}
 UNLIKE = "unlike"
-"""Sum of forwards that were compared with routes that are not of their tokens."""
+"""Number of forwards that were compared with routes that are not of their tokens."""
 SUMS = (*dict.fromkeys(name for ratio in METRICS.values() for name in ratio), *IMPOSSIBLE, UNLIKE)
 """The names of all sums: what is added under another one would be logged nowhere."""
 OF_ROUTES = tuple(name for name in SUMS if name not in {"k3", "above_2", "tokens", *IMPOSSIBLE})

@@ -39,7 +39,10 @@ def plan_options(given: object, costs: CostModel | None, *, packs: bool = False)
                 "experts; expected 0",
             ),
             (not options.replicas, "replicas=False, and homes stay, so that plans are made of replicas; expected True"),
-            (bool(unpriced), f"{unpriced} on, and no prices; expected a topology file with rates, or leave them out"),
+            (
+                bool(unpriced),
+                f"{' and '.join(unpriced)} on, and no prices; expected a topology file with rates, or leave them out",
+            ),
             (
                 options.packing != "length" and not packs,
                 f"packing={options.packing!r}, and micro-batches stay as the trainer makes them; expected 'length'",

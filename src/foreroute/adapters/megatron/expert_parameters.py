@@ -1,4 +1,4 @@
-"""State of each expert of a layer on this rank: parameters, and the state that Megatron's optimizers have for them.
+"""Parameters of each expert of a layer on this rank, and the state that Megatron's optimizers have for them.
 
 What is not known is refused: a tensor that stays behind would go on as another expert's.
 """
@@ -111,7 +111,7 @@ def _has_gradient(parameter: nn.Parameter) -> bool:
 
 
 class ParameterState(NamedTuple):
-    """State that an optimizer keeps for one parameter here."""
+    """State that an optimizer keeps for one parameter on this rank."""
 
     tensors: dict[str, HeldTensor]  # by name
     counts: tuple[tuple[str, float], ...] = ()  # state without dimensions, such as the number of steps

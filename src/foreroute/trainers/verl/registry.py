@@ -1,4 +1,4 @@
-"""Engine that verl makes: ours in the place of its own, and none that would leave a replay or a plan out.
+"""Engine that verl makes: foreroute's instead of its own, and none that would leave a replay or a plan out.
 
 Classes of other engines are left as they are. What they would pass over without a word is refused where verl makes an
 engine, in `EngineRegistry.new`.
