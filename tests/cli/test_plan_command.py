@@ -225,7 +225,7 @@ def test_rows_that_were_not_recorded_are_told(files, tmp_path):
         ("counts.safetensors --previous two.safetensors", "is a plan of [2, 8] layers and experts on 2 ranks"),
         ("step-000000.safetensors --previous step-000000.safetensors", "sequences of the step itself"),
         ("step-000000.safetensors other.safetensors", "other.safetensors"),
-        ("deep.safetensors", "describes 48 routed layers with top-2 of 8 experts, the step of deep.safetensors has 49"),
+        ("deep.safetensors", "48 routed layers with top-2 of 8 experts, and the step of deep.safetensors has 49"),
     ],
     quick=4,
 )
