@@ -41,6 +41,8 @@ def test_bad_input_is_refused():
             plan(counts, given, costs=costs)
     with pytest.warns(UserWarning, match="nearer"):
         plan(counts, replace(topology, links=Links(45e9, 340e9, 50e9, 2e-5, 5e-5)))
+    with pytest.raises(CountsError, match=r"squares_MG.*\(2, 4\)"):
+        plan(counts, topology, squares_MG=np.zeros((1, 4), np.int64))
     with pytest.raises(PlanError, match=r"'train'.*recompute"):
         plan(counts, topology).decision("train")
     with pytest.raises(TopologyError, match=r"4.*rank"):

@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 
 from foreroute.costs.model import CostModel
 from foreroute.costs.pricing import Squares, parts_of_cells, slowest_attention
-from foreroute.errors import ConfigError
+from foreroute.errors import ConfigError, CountsError
 from foreroute.kernels import BOOL, FLOAT, INT, NONE, ArrayOf, StructOf, compiled
 from foreroute.plan.counts import check_counts, counts_digest
 from foreroute.plan.hosts import HOSTS, Hosts
@@ -75,7 +75,8 @@ def plan(
             they are as long as `costs.sequence_tokens`.
 
     Raises:
-        CountsError: when the counts are no counts, not of these ranks, or of experts that do not divide over them.
+        CountsError: when the counts are no counts, not of these ranks, or of experts that do not divide over them; for
+            squares of another shape.
         TopologyError: when ranks are not home to E / G experts each.
         ConfigError: when something was asked for that needs a cost model, and there is none, or needs sequences; for
             a topology or costs of another type.
@@ -113,6 +114,11 @@ def plan_and_why(
             )
     counts = check_counts(counts_MLGE, num_ranks=topology.num_ranks)
     _, num_layers, _, num_experts = counts.shape
+    if squares_MG is not None and np.shape(squares_MG) != counts.shape[::2]:
+        raise CountsError(
+            f"squares_MG has shape {np.shape(squares_MG)}; expected {counts.shape[::2]}, micro-steps and source "
+            "ranks of the counts"
+        )
     if home_LE is None:
         home_LE = topology.contiguous_home_LE(num_layers, num_experts)
     previous_LE = check_homes(home_LE, num_layers, num_experts, topology.num_ranks)
